@@ -1,0 +1,27 @@
+// The Python module glm53._core: validates and forwards, nothing else.
+#include "module.h"
+
+namespace nb = nanobind;
+
+namespace glm53::bindings {
+
+void bind_build_info(nb::module_& m) {
+    m.attr("__version__") = GLM53_VERSION;
+    m.def(
+        "cuda_built",
+        [] {
+#ifdef GLM53_HAVE_CUDA
+            return true;
+#else
+            return false;
+#endif
+        },
+        "Whether this build contains the CUDA objects (it imports on machines without a GPU either way).");
+}
+
+}  // namespace glm53::bindings
+
+NB_MODULE(_core, m) {
+    m.doc() = "Native core of glm53";
+    glm53::bindings::bind_build_info(m);
+}

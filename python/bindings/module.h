@@ -1,0 +1,7 @@
+// The pieces of the Python module: one bind_* function a file, all called from module.cpp.
+#pragma once
+#include <nanobind/nanobind.h>
+
+namespace glm53::bindings {
+void bind_build_info(nanobind::module_& m);
+}  // namespace glm53::bindings
