@@ -1,0 +1,77 @@
+"""The `glm53` command: one parser, one place where errors become one line on stderr and an exit status.
+
+Each subcommand is a module with `add(subparsers)` and a `run(args) -> int`; heavy imports (torch, aiohttp) happen
+inside `run`, so that `glm53 --help` and a mistyped option answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from .. import __version__
+from ..config import nearest
+from ..console import say
+from ..errors import ConfigError, Glm53Error
+from . import doctor, gpu_tools, plan, pull, serve, service
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one-line errors (ConfigError) and no abbreviations, so that `-c` never means `-cs`."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        known, extra = super().parse_known_args(args, namespace)
+        if extra:
+            options = [option for action in self._actions for option in action.option_strings]
+            self.error(f"unknown argument {extra[0]}{nearest(extra[0].split('=')[0], options)}")
+        return known, extra
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        print_version()
+        parser.exit()
+
+
+def print_version() -> None:
+    """Version, whether the CUDA objects are in this build, the GPU seen and the instruction set in use."""
+    from ..host import version_lines
+
+    sys.stdout.write("\n".join(version_lines(__version__)) + "\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line, as `--help` shows it."""
+    parser = Parser(prog="glm53", description="GLM-5.3-Flash from one 24 GB GPU and host RAM")
+    parser.add_argument("--version", action=_Version, nargs=0, help="what this build is and what it finds here")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    for module in (serve, doctor, plan, pull, service, gpu_tools):
+        module.add(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status: 0, 78 for a wrong configuration or model (do not retry), else 1."""
+    try:
+        args = build_parser().parse_args(argv)
+        status: int = args.run(args)
+        return status
+    except Glm53Error as e:
+        say(f"glm53: error: {' '.join(str(e).split())}")
+        return e.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT

@@ -1,0 +1,35 @@
+"""Command-line options made from the settings, and a parsed command line turned back into Settings."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..config import Settings, load_settings, specs
+from ..console import say
+
+
+def add_settings(parser: argparse.ArgumentParser, *groups: str) -> None:
+    """Add `--config` and the options of every setting in `groups` (all, if none is named)."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file (default: /etc/glm53/config.toml)")
+    for group in dict.fromkeys(s.group for s in specs()):
+        if groups and group not in groups:
+            continue
+        box = parser.add_argument_group(group)
+        for spec in (s for s in specs() if s.group == group):
+            unit = f" [{spec.unit}]" if spec.unit else ""
+            text = f"{spec.help}{unit} ({spec.env})".replace("%", "%%")
+            common = {"dest": f"set_{spec.name}", "default": argparse.SUPPRESS, "help": text}
+            if spec.switch:
+                box.add_argument(*spec.flags, action=argparse.BooleanOptionalAction, **common)  # type: ignore[arg-type]
+            else:
+                box.add_argument(*spec.flags, metavar=spec.name.rsplit("_", 1)[-1].upper(), **common)  # type: ignore[arg-type]
+
+
+def settings_from(args: argparse.Namespace, **forced: object) -> Settings:
+    """Settings of this command line (the last value of a repeated option wins); warnings go to stderr."""
+    overrides = {name[4:]: value for name, value in vars(args).items() if name.startswith("set_")}
+    settings = load_settings({**overrides, **forced}, config=args.config)
+    for warning in settings.warnings:
+        say(f"glm53: warning: {warning}")
+    return settings

@@ -1,0 +1,9 @@
+"""placeholder"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    pass

@@ -1,0 +1,186 @@
+"""`glm53 serve`: settings, checks that fail in one line, then the HTTP server with an engine loading behind it.
+
+Order matters to the user: a wrong setting, port, GPU, folder or too little RAM is said before anything is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..config import Settings, print_config
+from ..console import Progress, say
+from ..engine.protocol import Engine
+from ..engine.protocol import Progress as ProgressCall
+from ..errors import CheckpointError, ConfigError, DeviceError, ResourceError
+from ..host import GIB, Host
+from . import model_dir
+from .common import add_settings, settings_from
+
+LoadEngine = Callable[[ProgressCall], Engine]
+
+
+def add(commands: Any) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser("serve", help="load the model and answer over HTTP")
+    parser.add_argument("--demo", action="store_true", help="serve the small bundled checkpoint")
+    parser.add_argument(
+        "--scripted", type=Path, metavar="FILE", help="answer from a file of prepared answers, no model"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="show every setting and where it came from, then exit"
+    )
+    add_settings(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until stopped. Returns 0 after a clean stop."""
+    forced: dict[str, object] = {"model_dir": model_dir.BUNDLED, "download": False} if args.demo else {}
+    settings = settings_from(args, **forced)
+    if args.print_config:
+        sys.stdout.write(print_config(settings))
+        return 0
+    settings.all_api_keys()
+    check_port(settings)
+    if args.scripted is not None:
+        return _serve_scripted(settings, args.scripted)
+    device = choose_device(settings, Host())
+    ensure_model(settings)
+    model_dir.check(settings.model_dir)
+    return _serve(settings, settings.model_dir, engine_loader(settings, device))
+
+
+def check_port(settings: Settings) -> None:
+    """Raise ResourceError if the port cannot be listened on."""
+    try:
+        infos = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as e:
+        raise ConfigError(f"host {settings.host!r} is not an address of this machine ({e.strerror})") from None
+    family, kind, protocol, _, address = infos[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except PermissionError:
+            raise ResourceError(f"port {settings.port} needs root; choose one above 1023 with --port") from None
+        except OSError as e:
+            used = e.errno == errno.EADDRINUSE
+            why = "is in use: stop the other server" if used else f"cannot be opened ({e.strerror}): check --host"
+            where = f"port {settings.port} on {settings.host}"
+            raise ResourceError(f"{where} {why} or choose another with --port") from None
+
+
+def choose_device(settings: Settings, host: Host) -> str:
+    """The device, cpu or cuda. Raises DeviceError where a GPU is wanted (auto included) and none is usable."""
+    if settings.device == "cpu":
+        return "cpu"
+    from .. import _core
+
+    gpus, why = host.gpus()
+    hint = "run `glm53 doctor`, or try the CPU engine with --device cpu"
+    if not gpus:
+        raise DeviceError(f"no usable GPU: {why}; {hint}")
+    if settings.gpu >= len(gpus):
+        raise DeviceError(f"GPU {settings.gpu} does not exist: this machine has {len(gpus)}, counted from 0; {hint}")
+    if not _core.cuda_built():
+        raise DeviceError(f"this build of glm53 has no CUDA objects; install a wheel built where nvcc is found; {hint}")
+    return "cuda"
+
+
+def ensure_model(settings: Settings) -> None:
+    """Download the configured checkpoint if there is none and the settings allow it."""
+    path = settings.model_dir
+    if not settings.download or not model_dir.is_missing(path):
+        return
+    if not path.exists() and settings.sources.get("model_dir", "default") != "default":
+        raise CheckpointError(
+            f"{path}: no such folder; correct --model-dir, or create the folder to have "
+            f"{settings.model_repo} ({settings.model_revision}) downloaded into it"
+        )
+    from .pull import pull
+
+    pull(settings)
+
+
+def check_ram(settings: Settings, needed_bytes: int, host: Host) -> None:
+    """Raise ResourceError if loading would take more RAM than is free."""
+    free = host.available_bytes()
+    if free < needed_bytes:
+        raise ResourceError(
+            f"not enough RAM: {settings.model_dir} needs about {needed_bytes / GIB:.1f} GiB and "
+            f"{free / GIB:.1f} GiB is free; stop other programs, raise the memory limit, or see `glm53 plan`"
+        )
+
+
+def engine_loader(settings: Settings, device: str) -> LoadEngine:
+    """A function that loads the engine for `device`, called by the server on a thread of its own."""
+    if device == "cpu":
+        try:
+            from ..engine.cpu import CpuEngine
+        except ImportError as e:
+            raise DeviceError(f"the CPU engine is not installed ({e}); pip install 'glm53[cpu]'") from None
+        return lambda progress: CpuEngine.load(settings, progress)
+    try:
+        from ..engine.exllama import ExllamaEngine
+    except ImportError as e:
+        raise DeviceError(f"the GPU engine is not installed ({e}); pip install 'glm53[cuda]'") from None
+    return lambda progress: ExllamaEngine.load(settings, progress)
+
+
+def _serve_scripted(settings: Settings, script: Path) -> int:
+    from ..engine.scripted import ScriptedEngine
+    from ..tokenizer import Tokenizer
+
+    path = settings.model_dir if (settings.model_dir / "tokenizer.json").exists() else model_dir.BUNDLED
+    engine = ScriptedEngine(script, Tokenizer(path))
+    return _serve(settings, path, lambda progress: engine)
+
+
+def server_options(settings: Settings) -> Any:
+    """The server's part of the settings."""
+    from glm53.server.options import MIB, ServerOptions
+
+    return ServerOptions(
+        host=settings.host,
+        port=settings.port,
+        served_name=settings.served_name,
+        api_keys=settings.all_api_keys(),
+        max_body_bytes=int(settings.max_body_mib * MIB),
+        body_timeout_s=settings.body_timeout_s,
+        max_queue=settings.max_queue,
+        max_n=settings.max_n,
+        request_timeout_s=settings.request_timeout_s,
+        drain_s=settings.drain_s,
+        cors_origins=settings.cors_origins,
+        ping_s=settings.ping_s,
+        write_timeout_s=settings.write_timeout_s,
+        chat_template=settings.chat_template,
+        log_requests=settings.log_requests,
+    )
+
+
+def _serve(settings: Settings, path: Path, load: LoadEngine) -> int:
+    from glm53.server.app import serve
+
+    from ..tokenizer import Tokenizer
+
+    progress = Progress()
+
+    def load_engine(report: ProgressCall) -> Engine:
+        def both(stage: str, fraction: float) -> None:
+            progress.update(stage, fraction)
+            report(stage, fraction)
+
+        try:
+            return load(both)
+        finally:
+            progress.close()
+
+    say(f"glm53: {settings.mode} mode, {path}, http://{settings.host}:{settings.port}")
+    return int(serve(server_options(settings), load_engine, Tokenizer(path)) or 0)
