@@ -36,7 +36,7 @@ make_venv() {
     local python; python=$(find_python)
     step "creating $VENV with $("$python" --version)"
     "$python" -m venv "$VENV" || die "cannot create $VENV (Debian: sudo apt-get install python3-venv)"
-    "$VENV/bin/python" -m pip install -q 'pip>=24'
+    "$VENV/bin/python" -m pip install -qq 'pip>=24'
   fi
   export PATH="$VENV/bin:$PATH"
 }
@@ -46,7 +46,7 @@ make_venv() {
 install_torch() {
   python -c 'import torch' 2>/dev/null && return
   step "installing torch (CPU build)"
-  pip install -q 'torch==2.13.0+cpu' 2>/dev/null || pip install -q 'torch==2.13.0' || pip install -q 'torch>=2.11,<3'
+  pip install -qq 'torch==2.13.0+cpu' 2>/dev/null || pip install -qq 'torch==2.13.0' || pip install -qq 'torch>=2.11,<3'
 }
 
 # stamp NAME INPUT... : true when the inputs (files or folders) are as they were at the last `stamp_done NAME`.
@@ -62,9 +62,9 @@ install_package() {
   if stamp package "${native[@]}" && python -c 'import glm53._core' 2>/dev/null; then return; fi
   step "building the native module and installing glm53 into $VENV"
   apt_install 'command -v c++' g++
-  pip install -q 'scikit-build-core>=1.0,<2' 'nanobind>=2.9,<4' 'cmake>=3.25' 'ninja>=1.11'
+  pip install -qq 'scikit-build-core>=1.0,<2' 'nanobind>=2.9,<4' 'cmake>=3.25' 'ninja>=1.11'
   install_torch
-  pip install -q --no-build-isolation -e '.[cpu,test,lint]' -C build-dir=build/py-cpu -C cmake.define.GLM53_CUDA=OFF
+  pip install -qq --no-build-isolation -e '.[cpu,test,lint]' -C build-dir=build/py-cpu -C cmake.define.GLM53_CUDA=OFF
   stamp_done package "${native[@]}"
 }
 

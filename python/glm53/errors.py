@@ -1,10 +1,10 @@
-"""Every error a user may meet. Each carries the values that explain it; `str(e)` is one clear line that says what to do."""
+"""Every error a user may meet. Each carries the values that explain it; `str(e)` is one line that says what to do."""
 
 from __future__ import annotations
 
 
 class Glm53Error(Exception):
-    """Base of all errors this package raises on purpose. The command line prints `str(e)` and exits with `exit_code`."""
+    """Base of all errors raised on purpose. The command line prints `str(e)` and exits with `exit_code`."""
 
     exit_code = 1
 

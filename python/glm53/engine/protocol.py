@@ -121,7 +121,7 @@ class TokenStream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """Teacher-forced score of one prompt token: its logprob given all before it (None for the first), and the n best."""
+    """Teacher-forced score of one prompt token: its logprob given all before it (first: None), and the n best."""
 
     id: int
     logprob: float | None
@@ -156,7 +156,7 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> dict[str, Any]:
-        """Counters for /stats and /metrics: JSON-ready, cheap, thread-safe. Always has running, waiting, heartbeat_age_s."""
+        """Counters for /stats and /metrics: JSON-ready, cheap, thread-safe. Has running, waiting, heartbeat_age_s."""
         ...
 
     def close(self) -> None:
