@@ -1,0 +1,47 @@
+"""Reading a request body within its limits, with an error a person can act on."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_exceptions import HTTPRequestEntityTooLarge
+
+from .errors import HttpError
+from .options import MIB
+
+FORM = "application/x-www-form-urlencoded"  # what `curl -d` sends unless it is told otherwise
+
+
+def _check_content_type(request: web.Request) -> None:
+    """JSON, nothing or curl's default. text/plain is refused: a web page may send it anywhere without a pre-flight."""
+    raw = request.headers.get("Content-Type")
+    if raw is None:
+        return
+    kind = request.content_type.lower()
+    if kind == FORM or kind.endswith(("/json", "+json")):
+        return
+    raise HttpError(
+        415,
+        f"Content-Type {raw[:80]!r} is not supported; send JSON, with curl: -H 'Content-Type: application/json'",
+        code="unsupported_media_type",
+    )
+
+
+async def read_body(request: web.Request, *, timeout_s: float) -> bytes:
+    """The whole body, decompressed. Raises HttpError 400, 408, 413 or 415."""
+    _check_content_type(request)
+    try:
+        async with asyncio.timeout(timeout_s or None):
+            return await request.read()
+    except HTTPRequestEntityTooLarge:
+        limit = request.app._client_max_size
+        message = f"the request body is larger than {limit / MIB:g} MiB (setting max_body_mib)"
+        raise HttpError(413, message, code="request_too_large") from None
+    except (web.RequestPayloadError, HttpProcessingError):
+        raise HttpError(
+            400, "the request body cannot be read: broken encoding or compression", code="bad_body"
+        ) from None
+    except TimeoutError:
+        raise HttpError(408, f"the request body did not arrive within {timeout_s:g} s", code="body_timeout") from None

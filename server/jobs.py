@@ -1,0 +1,119 @@
+"""One admitted request, from its body to its last byte: place in the queue, time limit, streams, accounting.
+
+States of a Job: admitted -> generating (inside `deadline`) -> ended. All on the event loop. `end` may be called at any
+time (time limit, shutdown): the handler's current await then raises TimeoutError, which `explain` puts into words.
+Whatever way the handler is left (finished, failed, cancelled because the client went away), `admit` cancels the job's
+engine streams and gives its place back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from glm53.engine.protocol import Delta, Engine, GenerationRequest, TokenStream
+from glm53.errors import EngineError
+
+from .admission import Ticket
+from .body import read_body
+from .errors import HttpError, Unavailable
+from .state import STATE, STOPPING, ServerState
+
+SLICE = 64  # tokens handled at a time, so that a burst does not hold the event loop for more than a few ms
+
+
+class Job:
+    """See the module docstring. `body` is the request's raw body."""
+
+    def __init__(self, request: web.Request, state: ServerState, engine: Engine, ticket: Ticket, body: bytes) -> None:
+        self.request = request
+        self.state = state
+        self.engine = engine
+        self.body = body
+        self.id: str = request["id"]
+        self.route = request.path
+        self.streamed = False
+        self.started_s = time.monotonic()
+        self.streams: list[TokenStream] = []
+        self._ticket = ticket
+        self._timer: asyncio.Timeout | None = None
+        self._ended_by = ""
+
+    def submit(self, requests: list[GenerationRequest]) -> list[TokenStream]:
+        """Hand all of a request's streams to the engine. Raises what `Engine.submit` raises."""
+        self._ticket.grow(max(1, len(requests)))
+        for generation in requests:
+            self.streams.append(self.engine.submit(generation))
+        return self.streams
+
+    @asynccontextmanager
+    async def deadline(self) -> AsyncIterator[None]:
+        """Time limit around generation; also what `end` interrupts."""
+        limit = self.state.options.request_timeout_s
+        left = max(0.0, limit - (time.monotonic() - self.started_s)) if limit else None
+        async with asyncio.timeout(0 if self._ended_by else left) as self._timer:
+            yield
+
+    def end(self, why: str) -> None:
+        """Stop this job from outside. Idempotent."""
+        self._ended_by = self._ended_by or why
+        if self._timer is not None:
+            self._timer.reschedule(asyncio.get_running_loop().time())
+
+    def explain(self, error: Exception) -> Exception:
+        """A TimeoutError from `deadline` in words; other errors as they are."""
+        if not isinstance(error, TimeoutError):
+            return error
+        if self._ended_by == STOPPING:
+            return Unavailable(STOPPING, code="shutting_down", retry_after_s=10)
+        limit = self.state.options.request_timeout_s
+        message = f"the request took longer than the limit of {limit:g} s (setting request_timeout_s)"
+        return HttpError(504, message, code="request_timeout", headers={"x-should-retry": "false"})
+
+    def close(self) -> None:
+        """Cancel what still runs and count what was generated."""
+        for stream in self.streams:
+            stream.cancel()
+            self.state.metrics.stream_ended(stream.usage)
+        if self.streams:
+            usages = [s.usage for s in self.streams]
+            prompt, answer = usages[0].prompt_tokens, sum(u.completion_tokens for u in usages)
+            self.request["note"] = f", {prompt} + {answer} tokens" + self.request.get("note", "")
+
+
+@asynccontextmanager
+async def admit(request: web.Request) -> AsyncIterator[Job]:
+    """Check the queue, read the body, take a place. Raises Unavailable, QueueFull or HttpError before any parsing."""
+    state = request.app[STATE]
+    state.engine_or_503()
+    state.admission.check()
+    body = await read_body(request, timeout_s=state.options.body_timeout_s)
+    engine = state.engine_or_503()
+    with state.admission.acquire() as ticket:
+        job = Job(request, state, engine, ticket, body)
+        state.live[job.id] = job
+        state.idle.clear()
+        try:
+            yield job
+        finally:
+            del state.live[job.id]
+            if not state.live:
+                state.idle.set()
+            job.close()
+
+
+async def deltas(stream: TokenStream) -> AsyncIterator[Delta]:
+    """The stream's deltas in slices of at most SLICE tokens. Raises EngineError if the engine failed or gave it up."""
+    async for delta in stream:
+        tokens = delta.tokens
+        for start in range(0, len(tokens) - SLICE, SLICE):
+            yield Delta(tokens[start : start + SLICE])
+            await asyncio.sleep(0)
+        if delta.finish and delta.finish.reason in {"error", "cancelled"}:
+            raise EngineError(delta.finish.error or "the engine stopped this request")
+        rest = (len(tokens) - 1) // SLICE * SLICE if tokens else 0
+        yield Delta(tokens[rest:], delta.finish)

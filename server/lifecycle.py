@@ -1,0 +1,214 @@
+"""A server's life: bind, load, serve, drain, stop; and what the service manager is told about it.
+
+States: see `state`. The port is bound first, so that a second server fails at once and health checks get a 503 instead
+of a refused connection while the model loads. The loader runs on its own daemon thread; `progress` is how it is
+interrupted. First SIGTERM or SIGINT: finish what runs, up to `drain_s`, refuse what is new. Second one: end now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from aiohttp import web
+
+from glm53.engine.protocol import Engine, Progress
+from glm53.errors import ConfigError, EngineError, ResourceError
+
+from .notify import Notifier
+from .options import ServerOptions
+from .state import STATE, STOPPING, ServerState
+
+log = logging.getLogger("glm53.server")
+
+LoadEngine = Callable[[Progress], Engine]
+SWITCH_S = 0.001  # how long the engine thread may keep the interpreter lock from the event loop
+GOODBYE_S = 5.0  # time for the last error events to leave once streams are ended
+LOG_EVERY_S = 5.0
+
+
+class Server:
+    """One application on one port."""
+
+    def __init__(self, app: web.Application, load_engine: LoadEngine, notifier: Notifier | None = None) -> None:
+        self.state: ServerState = app[STATE]
+        self.options: ServerOptions = self.state.options
+        self.url = ""
+        self._load_engine = load_engine
+        self._notifier = notifier or Notifier()
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._logged = ("", 0.0)
+        self._watchdog: asyncio.Task[None] | None = None
+
+    @property
+    def stopping(self) -> bool:
+        """True once a stop was asked for."""
+        return self._stop.is_set()
+
+    def request_stop(self) -> None:
+        """First call: drain and stop; second call: stop now."""
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    async def bind(self) -> None:
+        """Listen. Raises ResourceError for a port in use, ConfigError for an address this host does not have."""
+        host, port = self.options.host, self.options.port
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port, backlog=1024).start()
+        except (OSError, OverflowError) as e:
+            await self._runner.cleanup()
+            if getattr(e, "errno", None) == errno.EADDRINUSE:
+                raise ResourceError(
+                    f"port {port} on {host} is in use: stop the other server or choose another with --port"
+                ) from None
+            raise ConfigError(f"cannot listen on {host} port {port}: {e}") from None
+        bound = self._runner.addresses[0]
+        shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
+        self.url = f"http://{shown}:{bound[1]}"
+        log.info("listening on %s, loading the model", self.url)
+
+    async def load(self) -> None:
+        """Load the engine on a thread and open for requests. Raises what the loader raises, or EngineError on stop."""
+        started = time.monotonic()
+        loading = self._start_loader()
+        stopping = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not loading.done():
+            loading.cancel()
+            raise EngineError("stopped while the model was loading")
+        try:
+            engine = loading.result()
+        except BaseException:
+            self.state.phase = "failed"
+            raise
+        self.state.load_s = time.monotonic() - started
+        self.state.engine = engine
+        self.state.admission.max_running = engine.info.max_streams
+        gc.collect()
+        gc.freeze()  # the model's objects live for ever: later collections need not walk them
+        self.state.phase = "ready"
+        log.info("loaded in %.0f s", self.state.load_s)
+        log.info("ready: %s at %s", self.options.served_name, self.url)
+        self._notifier.ready(f"serving {engine.info.name} ({engine.info.mode})")
+        self._watchdog = asyncio.create_task(self._beat())
+
+    def _start_loader(self) -> asyncio.Future[Engine]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Engine] = loop.create_future()
+
+        def settle(engine: Engine | None, error: BaseException | None) -> None:
+            if future.done():
+                if engine is not None:
+                    engine.close()
+            elif error is not None:
+                future.set_exception(error)
+            elif engine is not None:
+                future.set_result(engine)
+
+        def work() -> None:
+            engine, error = None, None
+            try:
+                engine = self._load_engine(self._progress)
+            except BaseException as e:  # handed to the event loop, whatever it is
+                error = e
+            try:
+                loop.call_soon_threadsafe(settle, engine, error)
+            except RuntimeError:  # the loop has closed: the process is leaving
+                if engine is not None:
+                    engine.close()
+
+        threading.Thread(target=work, name="load", daemon=True).start()
+        return future
+
+    def _progress(self, stage: str, fraction: float) -> None:
+        """Called by the loader, on its thread. Raises EngineError to interrupt it once a stop was asked for."""
+        if self._stop.is_set():
+            raise EngineError("stopped while the model was loading")
+        self.state.progress = (stage, fraction)
+        self._notifier.loading(stage, fraction)
+        last_stage, last_s = self._logged
+        now = time.monotonic()
+        if stage != last_stage or now - last_s >= LOG_EVERY_S:
+            self._logged = (stage, now)
+            log.info("loading: %s %.0f %%", stage, 100 * fraction)
+
+    async def _beat(self) -> None:
+        """Feed the watchdog while the engine's own thread is alive; the event loop proves itself by running this."""
+        limit = self._notifier.watchdog_s
+        while limit and self.state.engine is not None:
+            age = self.state.engine.stats().get("heartbeat_age_s", 0.0)
+            if age < limit / 2:
+                self._notifier.alive()
+            else:
+                log.warning("the engine has shown no sign of life for %.0f s", age)
+            await asyncio.sleep(limit / 4)
+
+    async def wait_stop(self) -> None:
+        """Return when `request_stop` was called."""
+        await self._stop.wait()
+
+    async def drain(self) -> None:
+        """Refuse new requests, let running ones finish for `drain_s` (or until the second signal), then end them."""
+        state = self.state
+        state.phase = "draining"
+        seconds = self.options.drain_s
+        self._notifier.stopping("draining", seconds + GOODBYE_S + 10)
+        log.info("stopping: %d requests may finish within %g s", len(state.live), seconds)
+        await self._idle_within(seconds)
+        for job in [*state.live.values()]:
+            job.end(STOPPING)
+        self._hurry.clear()
+        await self._idle_within(GOODBYE_S)
+
+    async def _idle_within(self, seconds: float) -> None:
+        """Wait until no request is left, the time is over, or somebody is in a hurry."""
+        waits = {asyncio.ensure_future(e.wait()) for e in (self.state.idle, self._hurry)}
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    async def close(self) -> None:
+        """Close connections, the engine and the threads. Idempotent."""
+        self.state.phase = "stopped" if self.state.phase != "failed" else "failed"
+        self._stop.set()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        await self._runner.cleanup()
+        engine, self.state.engine = self.state.engine, None
+        if engine is not None:
+            await asyncio.get_running_loop().run_in_executor(None, engine.close)
+        self.state.close()
+
+
+async def run(server: Server) -> None:
+    """Bind, load, serve until SIGTERM or SIGINT, drain, close. Returns normally after a clean stop."""
+    sys.setswitchinterval(SWITCH_S)
+    loop = asyncio.get_running_loop()
+    await server.bind()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.request_stop)
+    try:
+        try:
+            await server.load()
+        except EngineError:
+            if not server.stopping:
+                raise
+            log.info("stopped while loading")
+            return
+        await server.wait_stop()
+        await server.drain()
+    finally:
+        await server.close()
+        log.info("stopped")

@@ -1,0 +1,78 @@
+"""What all handlers share: the engine's slot, the limits, the live requests and the metrics.
+
+States: loading -> ready -> draining -> stopped, and loading -> failed. Only `lifecycle.Server` moves them, on the event
+loop; handlers read them through `engine_or_503`. `progress` alone is written by another thread (the loader), which
+replaces one tuple: that is atomic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from aiohttp import web
+
+from glm53.engine.protocol import Engine
+from glm53.tokenizer import Tokenizer
+
+from .admission import Admission
+from .errors import Unavailable
+from .metrics import Metrics
+from .options import ServerOptions
+from .prompt import PromptBuilder
+
+if TYPE_CHECKING:
+    from .jobs import Job
+
+T = TypeVar("T")
+Phase = Literal["loading", "ready", "draining", "stopped", "failed"]
+INLINE_BYTES = 8192  # prompts up to this size are parsed and encoded on the event loop (about 3 ms at most)
+STOPPING = "the server is shutting down"
+
+
+class ServerState:
+    """Shared by all handlers of one application; see the module docstring for its states."""
+
+    def __init__(self, options: ServerOptions, tokenizer: Tokenizer) -> None:
+        self.options = options
+        self.tokenizer = tokenizer
+        self.prompts = PromptBuilder(options.chat_template, tokenizer)
+        self.phase: Phase = "loading"
+        self.engine: Engine | None = None
+        self.progress: tuple[str, float] = ("starting", 0.0)
+        self.created = int(time.time())
+        self.started_s = time.monotonic()
+        self.load_s = 0.0
+        self.admission = Admission(options.max_queue)
+        self.metrics = Metrics(self)
+        self.live: dict[str, Job] = {}
+        self.idle = asyncio.Event()  # set while `live` is empty
+        self.idle.set()
+        self._workers = ThreadPoolExecutor(2, thread_name_prefix="prompt")
+
+    def engine_or_503(self) -> Engine:
+        """The loaded engine. Raises Unavailable in every phase but "ready"."""
+        if self.phase == "ready" and self.engine is not None:
+            return self.engine
+        if self.phase == "loading":
+            stage, fraction = self.progress
+            raise Unavailable(f"the model is loading ({stage}, {fraction:.0%}); retry later", code="loading")
+        if self.phase == "draining":
+            raise Unavailable(STOPPING, code="shutting_down", retry_after_s=10)
+        raise Unavailable(f"the server is not serving ({self.phase})", code=self.phase)
+
+    async def run_sized(self, size: int, work: Callable[[], T]) -> T:
+        """`work()` here if its input of `size` bytes is small, else on a thread, so that the event loop stays free."""
+        if size <= INLINE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+
+    def close(self) -> None:
+        """Let go of the worker threads (waits for nothing)."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+
+STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)
