@@ -73,13 +73,13 @@ struct ClockConfig {
     std::int32_t layers = 0, experts = 0, slots = 0;
     std::int32_t window = 32;         // slots examined for victims per step: one a lane of a warp
     std::int32_t max_admissions = 8;  // per step; 0: admission off
-    std::int32_t margin = 64;         // a missed expert must beat its victim's heat by more than this
+    std::int32_t margin = 256;        // a missed expert must beat its victim by more: 4 picks of slow, or 0.8 of both
     std::int32_t ref_max = 2;         // hits a slot is protected for, in revolutions of the hand
     std::int32_t gain = 64;           // heat added per picked row
     std::int32_t age_rows = 16;       // rows of a layer between two agings of its heat
-    std::int32_t slow_shift = 5;      // slow -= slow / 2^shift: 16 rows x 2^5 = a window of 512 rows
+    std::int32_t slow_shift = 4;      // slow -= slow / 2^shift: 16 rows x 2^4 = a window of 256 rows
     std::int32_t recent_shift = 1;    // recent likewise: a window of 32 rows
-    std::int32_t recent_weight = 1;   // heat = slow + weight * recent
+    std::int32_t recent_weight = 4;   // heat = slow + weight * recent
 };
 
 struct ClockCounters {

@@ -81,6 +81,7 @@ class Device {
     virtual void copy_piece(void* dst, const void* src, std::size_t bytes, StreamHandle stream) = 0;
 
   private:
+    void release_chunks(void* address, std::size_t bytes) noexcept;
     std::size_t piece_bytes(const void* address, std::size_t bytes) const;
 
     const std::size_t pin_chunk_bytes_;
