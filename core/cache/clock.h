@@ -251,4 +251,26 @@ GLM53_HD void clock_step(const ClockView& v, int layer, const Pick* picks, int n
     lanes.sync();
 }
 
+// Heats a layer by a whole chunk of a prompt: counts (experts) picks of each expert among `rows` rows, taken as spread
+// evenly over them. No slot changes: a prompt's experts become resident by refill, not by this.
+template <class Count, class Lanes>
+GLM53_HD void clock_note_rows(const ClockView& v, int layer, const Count* counts, int rows, const Lanes& lanes) {
+    const ClockConfig c = v.header->config;
+    std::uint32_t* heat = v.heat + static_cast<std::size_t>(layer) * c.experts;
+    const int all_ages = rows / c.age_rows;
+    const int ages = all_ages < 256 ? all_ages : 256;  // more would change nothing
+    for (int e = lanes.lane(); e < c.experts; e += lanes.width()) {
+        const std::uint64_t added = static_cast<std::uint64_t>(c.gain) * static_cast<std::uint64_t>(counts[e]);
+        const auto part = static_cast<std::uint32_t>(added / static_cast<std::uint64_t>(all_ages ? all_ages : 1));
+        std::uint32_t word = heat[e];
+        for (int age = 0; age < ages; ++age) {
+            word = clock_age(c, word);
+            word = heat_pack(heat_slow(word) + part, heat_recent(word) + part);
+        }
+        if (ages == 0) word = heat_pack(heat_slow(word) + part, heat_recent(word) + part);
+        heat[e] = word;
+    }
+    lanes.sync();
+}
+
 }  // namespace glm53

@@ -11,7 +11,7 @@ GLM53_HD const char* clock_config_error(const ClockConfig& c) {
     if (static_cast<std::uint64_t>(c.layers) * static_cast<std::uint64_t>(c.experts) > kClockMaxEntries) {
         return "layers * experts must fit 20 bits";
     }
-    if (c.window < 1 || c.window > 128) return "window must be 1..128";
+    if (c.window < 1 || c.window > kClockMaxWindow) return "window must be 1..128";
     if (c.max_admissions < 0 || c.margin < 0) return "max_admissions and margin must not be negative";
     if (c.ref_max < 0 || c.ref_max > 15) return "ref_max must be 0..15";
     if (c.gain < 1 || c.gain > 1024 || c.age_rows < 1) return "gain must be 1..1024 and age_rows at least 1";
@@ -123,7 +123,7 @@ GLM53_HD int clock_publish(const ClockView& v, int slot) {
     }
     v.slot_word[slot] = owner_word(entry);
     v.slot_of[entry] = slot;
-    v.header->counters.admissions += 1;
+    v.header->counters.refills += 1;
     return entry;
 }
 

@@ -83,8 +83,11 @@ struct ClockConfig {
 };
 
 struct ClockCounters {
-    std::uint64_t steps = 0, picks = 0, hits = 0, misses = 0, admissions = 0,
-                  evictions = 0;  // hits, misses: unique picks
+    std::uint64_t steps = 0, picks = 0;
+    std::uint64_t hits = 0, misses = 0;  // of unique picks
+    std::uint64_t admissions = 0;        // misses that steps gave a slot
+    std::uint64_t evictions = 0;         // entries that lost their slot, to a step or to a borrower
+    std::uint64_t refills = 0;           // entries that clock_publish made resident
 };
 
 struct ClockHeader {
