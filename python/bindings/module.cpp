@@ -24,4 +24,5 @@ void bind_build_info(nb::module_& m) {
 NB_MODULE(_core, m) {
     m.doc() = "Native core of glm53";
     glm53::bindings::bind_build_info(m);
+    glm53::bindings::bind_cpu(m);
 }

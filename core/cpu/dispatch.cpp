@@ -1,0 +1,43 @@
+#include "cpu/dispatch.h"
+
+#include <stdexcept>
+
+#include "common/cpu_info.h"
+
+namespace glm53::cpu {
+namespace {
+
+std::vector<const Kernels*> available() {
+    std::vector<const Kernels*> tables;
+#if defined(__x86_64__)
+    const CpuFeatures& f = cpu_features();
+    [[maybe_unused]] const bool avx2 = f.avx2 && f.fma && f.f16c;
+    [[maybe_unused]] const bool avx512 =
+        f.avx512f && f.avx512bw && f.avx512vl && f.avx512dq && f.avx512vbmi && f.avx512vnni;
+    // if (avx2 && avx512) tables.push_back(&kAvx512Kernels);
+    // if (avx2) tables.push_back(&kAvx2Kernels);
+#endif
+    tables.push_back(&kScalarKernels);
+    return tables;
+}
+
+}  // namespace
+
+std::vector<std::string> available_isas() {
+    std::vector<std::string> names;
+    for (const Kernels* table : available()) names.emplace_back(table->name);
+    return names;
+}
+
+const Kernels& select_kernels(std::string_view isa) {
+    const std::vector<const Kernels*> tables = available();
+    if (isa == "auto") return *tables.front();
+    std::string names;
+    for (const Kernels* table : tables) {
+        if (isa == table->name) return *table;
+        names += std::string(names.empty() ? "" : ", ") + table->name;
+    }
+    throw std::invalid_argument("no CPU kernels '" + std::string(isa) + "' here: this processor runs " + names);
+}
+
+}  // namespace glm53::cpu

@@ -1,0 +1,18 @@
+// Chooses the kernel table for this processor, or the one a caller names.
+#pragma once
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "cpu/kernels.h"
+
+namespace glm53::cpu {
+
+// Names of the tables this processor can run, best first; the last is "scalar".
+std::vector<std::string> available_isas();
+
+// "auto" (the best available), "avx512", "avx2" or "scalar". Throws std::invalid_argument for another name or for an
+// instruction set that this processor lacks.
+const Kernels& select_kernels(std::string_view isa);
+
+}  // namespace glm53::cpu
