@@ -1,0 +1,150 @@
+"""The engine the server sees: submits from the event loop, one worker thread that owns the model.
+
+States: running -> closed (by `close`), or running -> dead (the worker met an error it cannot attribute to a stream;
+submit then raises EngineError). Threads: public methods on the event loop; the worker alone touches the model.
+Cost of submit: one lock and one wake-up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...checkpoint import Checkpoint
+from ...errors import EngineError, PromptTooLong, RequestError
+from ...tokenizer import Tokenizer
+from ..protocol import EngineInfo, GenerationRequest, Progress, TokenScore
+from ..stream import QueuedStream
+from .jobs import Generation, Scoring, check_ids
+from .model import CpuModel
+from .prefix import PrefixCache
+from .scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+PREFILL_CHUNK = 128
+PREFIX_CACHE_BYTES = 1 << 30
+_IDLE_WAIT_S = 0.25
+
+
+class CpuEngine:
+    """Implements `Engine` for a machine without a GPU. Make one with `load`."""
+
+    def __init__(self, model: CpuModel, tokenizer: Tokenizer, info: EngineInfo, scheduler: Scheduler) -> None:
+        self.info = info
+        self._model, self._tokenizer, self._scheduler = model, tokenizer, scheduler
+        self._wake = threading.Event()
+        self._closing = False
+        self._dead: str | None = None
+        self._thread = threading.Thread(target=self._run, name="glm53-cpu-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: Path,
+        *,
+        threads: int = 0,
+        context: int = 0,
+        max_streams: int = 4,
+        prefill_chunk: int = PREFILL_CHUNK,
+        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
+        progress: Progress = lambda stage, fraction: None,
+        trace: Path | None = None,
+    ) -> CpuEngine:
+        """Read a checkpoint and start. `threads` 0 = one per usable CPU; `context` 0 = what the model was trained for.
+
+        `trace`: an npz that `close` writes, with every routed pick. Raises CheckpointError, ResourceError, EngineError.
+        """
+        threads = threads or len(os.sched_getaffinity(0))
+        with Checkpoint.open(model_dir) as checkpoint:
+            tokenizer = Tokenizer(model_dir)
+            torch.set_num_threads(threads)
+            with torch.inference_mode():
+                model = CpuModel(checkpoint, threads, progress, trace)
+            limit = checkpoint.config.max_position_embeddings
+        info = EngineInfo(
+            name=model_dir.resolve().name,
+            mode="cpu",
+            device=f"cpu, {threads} threads, {model.isa} expert kernels",
+            model_path=str(model_dir),
+            context=min(context, limit) if context else limit,
+            vocab_size=min(tokenizer.size, model.config.vocab_size),
+            max_streams=max_streams,
+        )
+        prefix = PrefixCache(prefix_cache_bytes)
+        scheduler = Scheduler(model, prefix, max_streams=max_streams, chunk=prefill_chunk)
+        return cls(model, tokenizer, info, scheduler)
+
+    def submit(self, request: GenerationRequest) -> QueuedStream:
+        """Queue a stream. Raises PromptTooLong, RequestError or EngineError; never blocks."""
+        self._require_alive()
+        self._check(request.prompt_ids, len(request.prompt_ids) + 1)
+        if request.max_tokens < 1:
+            raise RequestError("max_tokens must be at least 1", param="max_tokens")
+        stream = QueuedStream(len(request.prompt_ids))
+        self._scheduler.add(Generation(request, stream, self._tokenizer, self.info.context))
+        self._wake.set()
+        return stream
+
+    async def score(self, ids: Sequence[int], top: int) -> list[TokenScore]:
+        """Teacher-forced log-probabilities of `ids` with the `top` best alternatives; cancelling the await stops it."""
+        self._require_alive()
+        self._check(ids, len(ids))
+        future: Future[list[TokenScore]] = Future()
+        self._scheduler.add(Scoring([int(i) for i in ids], top, self.info.vocab_size, self._model.new_state(), future))
+        self._wake.set()
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if future.cancelled() and (self._closing or self._dead):
+                raise EngineError(self._dead or "the engine is shutting down") from None
+            raise
+
+    def _check(self, ids: Sequence[int], needed: int) -> None:
+        if not ids:
+            raise RequestError("the prompt is empty", param="messages")
+        if needed > self.info.context:
+            raise PromptTooLong(len(ids), self.info.context)
+        bad = check_ids(ids, self._model.config.vocab_size)
+        if bad is not None:
+            raise RequestError(f"token id {bad} is outside the vocabulary (0..{self._model.config.vocab_size - 1})")
+
+    def _require_alive(self) -> None:
+        if self._dead:
+            raise EngineError(f"the engine has stopped: {self._dead}")
+        if self._closing:
+            raise EngineError("the engine is shutting down")
+
+    def stats(self) -> dict[str, Any]:
+        """Counters: streams, tokens, prefix cache, and what the native experts served."""
+        return {**self._scheduler.counters(), **self._model.stats(), "dead": self._dead is not None}
+
+    def close(self) -> None:
+        """End all streams, stop the worker, release memory. Idempotent."""
+        self._closing = True
+        self._wake.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._model.threads)  # OpenMP keeps this number per calling thread
+        try:
+            with torch.inference_mode():
+                while not self._closing:
+                    if not self._scheduler.round():
+                        self._wake.wait(_IDLE_WAIT_S)
+                        self._wake.clear()
+        except BaseException as e:
+            self._dead = " ".join(f"{type(e).__name__}: {e}".split())
+            log.critical("the engine thread ended", exc_info=e)
+        finally:
+            self._scheduler.fail_all(self._dead or "the engine is shutting down")
+            self._model.close()

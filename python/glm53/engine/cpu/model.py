@@ -1,0 +1,133 @@
+"""The loaded model of the CPU engine: transformers modules, native experts, and the two ways through them.
+
+States: constant after `load`, but for counters and the optional routing trace (engine thread only), which `close`
+writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from ... import _core
+from ...checkpoint import Checkpoint, ModelConfig, require_ram
+from ...checkpoint.layout import Plain, expected
+from ..protocol import Progress
+from . import glm5_next, prefill
+from .decode import Decoder
+from .experts import ExpertStore, RoutedExperts, layer_bytes
+from .state import StreamState
+
+
+def ram_needed(checkpoint: Checkpoint) -> int:
+    """Bytes the loaded model will hold: float32 dense weights and the routed experts as stored."""
+    dense = 0
+    for item in expected(checkpoint.config):
+        if isinstance(item, Plain):
+            dense += 4 * int(np.prod(item.shape))
+        elif not item.expert:
+            dense += 4 * item.in_features * item.out_features
+    return dense + sum(layer_bytes(checkpoint.experts(i)) for i in checkpoint.config.moe_layers)
+
+
+class CpuModel:
+    """Prefill and decode over StreamStates. One thread at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, threads: int, progress: Progress, trace: Path | None = None) -> None:
+        self.config: ModelConfig = checkpoint.config
+        self.threads = threads
+        require_ram(ram_needed(checkpoint), f"loading {checkpoint.path}")
+        self._store = ExpertStore(checkpoint, progress)
+        model = glm5_next.build(checkpoint, progress)
+        checkpoint.verify_unchanged()
+        self._moe = _core.CpuMoe(threads)
+        self._text, self._head = model.model.language_model, model.lm_head.weight
+        self._experts = []
+        for i, table in self._store.tables.items():
+            experts = RoutedExperts(self._moe, table)
+            self._text.layers[i].mlp.experts = experts
+            self._experts.append(experts)
+        self._decoder = Decoder(model, self.config)
+        self.rows = 0
+        self._trace = _Trace(trace, self._experts) if trace else None
+
+    @property
+    def isa(self) -> str:
+        """Instruction set of the expert kernels in use."""
+        return str(self._moe.isa)
+
+    def new_state(self) -> StreamState:
+        """State of a stream before its first token."""
+        return StreamState(self.config)
+
+    def prefill(self, state: StreamState, ids: Sequence[int]) -> torch.Tensor:
+        """Feed tokens to one stream. Returns hidden rows (tokens, hidden) for `logits`."""
+        hidden = prefill.run(self._text, state, torch.tensor(ids))
+        self._count(len(ids), is_prefill=True)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden (rows, hidden) -> logits (rows, vocabulary) float32."""
+        return F.linear(hidden, self._head)
+
+    def step(self, states: Sequence[StreamState], ids: Sequence[int]) -> torch.Tensor:
+        """Feed one token to each stream. Returns logits (streams, vocabulary) float32."""
+        logits = self._decoder.step(states, ids)
+        self._count(len(ids), is_prefill=False)
+        return logits
+
+    def _count(self, rows: int, *, is_prefill: bool) -> None:
+        self.rows += rows
+        if self._trace:
+            self._trace.add(is_prefill)
+
+    def stats(self) -> dict[str, Any]:
+        """What the native experts did, and whether that is every pick the router made."""
+        c = self.config
+        return {
+            "routed_picks_expected": self.rows * len(c.moe_layers) * c.num_experts_per_tok,
+            "routed_picks_served": sum(e.picks for e in self._experts),
+            "expert_bytes": self._store.nbytes,
+            "cpu_moe": dict(self._moe.stats()),
+        }
+
+    def close(self) -> None:
+        """Write the routing trace, if one was asked for."""
+        if self._trace:
+            self._trace.save()
+
+
+class _Trace:
+    """npz of every row's picks: `picks` (rows, moe_layers, k) int16, `step` (rows,) int32, `prefill` (rows,) bool."""
+
+    def __init__(self, path: Path, experts: list[RoutedExperts]) -> None:
+        self._path, self._experts, self._steps = path, experts, 0
+        self._picks: list[npt.NDArray[np.int16]] = []
+        self._step: list[npt.NDArray[np.int32]] = []
+        self._prefill: list[npt.NDArray[np.bool_]] = []
+        for e in experts:
+            e.trace = []
+
+    def add(self, is_prefill: bool) -> None:
+        layers = [np.concatenate(e.trace) for e in self._experts if e.trace]
+        for e in self._experts:
+            e.trace = []
+        if layers:
+            picks = np.stack(layers, axis=1).astype(np.int16)
+            self._picks.append(picks)
+            self._step.append(np.full(picks.shape[0], self._steps, np.int32))
+            self._prefill.append(np.full(picks.shape[0], is_prefill))
+        self._steps += 1
+
+    def save(self) -> None:
+        k = self._picks[0].shape[2] if self._picks else 0
+        picks = np.concatenate(self._picks) if self._picks else np.zeros((0, len(self._experts), k), np.int16)
+        step = np.concatenate(self._step) if self._step else np.zeros(0, np.int32)
+        flags = np.concatenate(self._prefill) if self._prefill else np.zeros(0, np.bool_)
+        np.savez_compressed(self._path, picks=picks, step=step, prefill=flags)
