@@ -1,0 +1,446 @@
+"""The model's tokens to reasoning, content and tool calls.
+
+Output shape: `{reasoning}</think>{content}<tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value>...</tool_call>`.
+Tags are found in the text, whether the model emitted the special token or spelled it, so the result does not depend on
+how the text was cut; only text that may still become a tag is held back.
+
+States (`_step`, one method each): reasoning_start -> reasoning -> lead -> content; from reasoning, lead or content to
+name -> key -> after_key -> value -> after_value -> key again or lead. "lead" is the blank space where content may
+start: it is dropped before a tag, and content before text. Text after `<tool_call>` that is no function name goes back
+to where it came from. Only feed() and finish() change the state; one thread; time and memory linear in the text.
+"""
+
+from __future__ import annotations
+
+import codecs
+import uuid
+from collections.abc import Callable, Sequence
+
+from glm53.chat import Tool
+from glm53.chat.segments import SPECIAL_NAMES
+from glm53.engine.protocol import Finish, Token
+from glm53.tokenizer import Tokenizer
+
+from .calls import CallBuilder
+from .events import ContentText, Done, DoneReason, Event, ReasoningText, merge
+from .spans import TokenSpans
+from .stops import StopMatcher
+from .tags import (
+    AFTER_KEY,
+    AFTER_VALUE,
+    BLANK,
+    CALL,
+    IN_KEY,
+    IN_VALUE,
+    LEAD,
+    LEAD_OR_CALL,
+    NAME,
+    NAME_PREFIX,
+    NAME_WINDOW,
+    THINK_END,
+    THINK_END_OR_CALL,
+    THINK_START,
+    VISIBLE_NAMES,
+    Tags,
+    is_name_prefix,
+)
+
+
+def new_call_id() -> str:
+    """An id no other call has."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+class OutputParser:
+    """Feed tokens, get events; see the module text for the states.
+
+    `thinking_open`: the prompt ended inside `<think>`. `tools` None or empty: `<tool_call>` is plain text. `raw`: no
+    tags at all, everything is content. `stop` applies to content only. `single_call`: stop after one call.
+    `show_special`: deliver the text of role and other special tokens too. `keep_tokens`: put tokens into ContentText.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        thinking_open: bool,
+        tools: Sequence[Tool] | None = None,
+        stop: Sequence[str] = (),
+        raw: bool = False,
+        show_special: bool = False,
+        single_call: bool = False,
+        keep_tokens: bool = False,
+        new_id: Callable[[], str] = new_call_id,
+    ) -> None:
+        self.stopped = False
+        """True once nothing further can show (a stop string was met, or the one allowed call is complete): cancel."""
+        self.reasoning_tokens = 0
+        self.tokens = 0
+        hidden = frozenset() if show_special else tokenizer.special_ids(SPECIAL_NAMES)
+        self._hidden = hidden - tokenizer.special_ids(sorted(VISIBLE_NAMES))
+        self._tools = {t.name: t.parameters for t in tools or ()}
+        self._single_call = single_call
+        self._keep_tokens = keep_tokens
+        self._new_id = new_id
+        self._stops = StopMatcher(stop) if any(stop) else None
+        self._stop_sequence: str | None = None
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._undecoded: list[Token] = []
+        self._spans = TokenSpans()
+        self._buf = ""
+        self._pos = 0
+        self._base = 0  # text offset of _buf[0]
+        self._final = False
+        self._events: list[Event] = []
+        self._blank: list[str] = []
+        self._key: list[str] = []
+        self._candidate = ""
+        self._calls = 0
+        self._call: CallBuilder | None = None
+        self._thought = False  # the reasoning was closed, by tag or by a call
+        self._in_reasoning_tags = THINK_END_OR_CALL if self._tools else THINK_END
+        self._lead_tags = LEAD_OR_CALL if self._tools else LEAD
+        self._content_tags = CALL if self._tools else None
+        self._return: Callable[[], bool] = self._content
+        self._step: Callable[[], bool] = self._raw if raw else self._reasoning_start if thinking_open else self._lead
+
+    # -- in and out ----------------------------------------------------------------------------------------------
+
+    def feed(self, tokens: Sequence[Token]) -> list[Event]:
+        """Events of these tokens; nothing once `stopped`."""
+        if self.stopped or self._final:
+            return []
+        pieces: list[str] = []
+        for token in tokens:
+            piece = self._decode(b"" if token.id in self._hidden else token.data)
+            self._undecoded.append(token)
+            if piece:
+                self._spans.place(self._undecoded, len(piece))
+                self._undecoded.clear()
+                pieces.append(piece)
+        self.tokens += len(tokens)
+        if pieces:
+            self._buf += "".join(pieces)
+            self._run()
+        return self._take()
+
+    def finish(self, finish: Finish) -> list[Event]:
+        """The rest, and Done. Nothing when called again."""
+        if self._final:
+            return []
+        self._final = True
+        if not self.stopped:
+            tail = self._decode(b"", True)
+            self._spans.place(self._undecoded, len(tail))
+            self._buf += tail
+            self._run()
+        natural = self.stopped or finish.reason == "stop"
+        if not self.stopped:
+            self._end_of_text(natural)
+        step = self._return if self._step == self._name else self._step
+        in_reasoning = step in (self._reasoning_start, self._reasoning)
+        if in_reasoning:
+            self._mark(self._spans.end, reasoning=True)
+        self._events.append(
+            Done(
+                self._reason(finish, natural),
+                self._stop_sequence,
+                finish.stop_id,
+                finish.error,
+                natural and in_reasoning and not self._thought and not self._calls,
+            )
+        )
+        return self._take()
+
+    def _reason(self, finish: Finish, natural: bool) -> DoneReason:
+        if natural:
+            return "tool_calls" if self._calls else "stop"
+        return finish.reason
+
+    def _run(self) -> None:
+        while self._pos < len(self._buf) and not self.stopped and self._step():
+            pass
+        if self._pos:
+            self._base += self._pos
+            self._buf = self._buf[self._pos :]
+            self._pos = 0
+
+    def _emit(self, event: Event) -> None:
+        self._events.append(event)
+
+    def _take(self) -> list[Event]:
+        events, self._events = self._events, []
+        return merge(events) if len(events) > 1 else events
+
+    # -- text by channel, and which tokens it came from ----------------------------------------------------------
+
+    def _mark(self, offset: int, *, reasoning: bool = False) -> None:
+        """Tokens that end at or before `offset` belong to the reasoning, or to no text that shows."""
+        dropped = self._spans.drop(offset)
+        if reasoning:
+            self.reasoning_tokens += dropped
+
+    def _emit_reasoning(self, text: str) -> None:
+        if text:
+            self._events.append(ReasoningText(text))
+        self._mark(self._base + self._pos, reasoning=True)
+
+    def _emit_content(self, text: str) -> None:
+        """Content that ends at the current position, through the stop strings."""
+        start = self._base + self._pos - len(text)
+        if self._stops:
+            start -= len(self._stops.held)
+            text, met = self._stops.feed(text)
+            if met is not None:
+                self.stopped, self._stop_sequence = True, met
+        self._content_event(text, start + len(text))
+
+    def _flush_content(self) -> None:
+        if self._stops:
+            self._content_event(self._stops.flush(), self._base + self._pos)
+
+    def _content_event(self, text: str, end: int) -> None:
+        """Show text that ends at text offset `end`; tokens that begin before it are its tokens."""
+        if not text:
+            return
+        taken = self._spans.take(end)
+        self._events.append(ContentText(text, tuple(taken) if self._keep_tokens else ()))
+
+    # -- states: each consumes from _buf at _pos; False = wait for more text -------------------------------------
+
+    def _find(self, tags: Tags) -> tuple[str, str]:
+        """Move past the text before the next tag and past the tag; returns both. Tag "" = none in the buffer."""
+        buf, start = self._buf, self._pos
+        if match := tags.pattern.search(buf, start):
+            self._pos = match.start()
+            return buf[start : self._pos], match[0]
+        end = len(buf)
+        if not self._final:
+            cut = buf.rfind("<", max(start, end - tags.longest + 1))
+            if cut >= 0 and tags.may_start(buf[cut:]):
+                end = cut
+        self._pos = end
+        return buf[start:end], ""
+
+    def _here(self, tags: Tags) -> str | None:
+        """After blank space (kept in `_blank`): the tag at the position, "" for other text, None to wait for more."""
+        if match := BLANK.match(self._buf, self._pos):
+            self._blank.append(match[0])
+            self._pos = match.end()
+        if self._pos == len(self._buf):
+            return None
+        if match := tags.pattern.match(self._buf, self._pos):
+            self._pos = match.end()
+            return match[0]
+        rest = self._buf[self._pos : self._pos + tags.longest]
+        return None if not self._final and tags.may_start(rest) else ""
+
+    def _take_blank(self) -> str:
+        text = "".join(self._blank)
+        self._blank.clear()
+        return text
+
+    def _raw(self) -> bool:
+        text = self._buf[self._pos :]
+        self._pos = len(self._buf)
+        self._emit_content(text)
+        return True
+
+    def _reasoning_start(self) -> bool:
+        """A `<think>` that repeats the prompt's own is dropped."""
+        tag = self._here(THINK_START)
+        if tag is None:
+            return False
+        blank = self._take_blank()
+        self._emit_reasoning("" if tag else blank)
+        self._step = self._reasoning
+        return True
+
+    def _reasoning(self) -> bool:
+        text, tag = self._find(self._in_reasoning_tags)
+        self._emit_reasoning(text)
+        self._pos += len(tag)
+        if tag == "</think>":
+            self._close_thinking()
+        elif tag:
+            self._open_call(self._reasoning)
+        return bool(tag)
+
+    def _close_thinking(self) -> None:
+        self._mark(self._base + self._pos, reasoning=True)
+        self._thought = True
+        self._step = self._lead
+
+    def _lead(self) -> bool:
+        tag = self._here(self._lead_tags)
+        if tag is None:
+            return False
+        if tag == "<think>":
+            self._blank.clear()
+            self._mark(self._base + self._pos, reasoning=True)
+            self._step = self._reasoning
+        elif tag == "</think>":
+            self._blank.clear()
+            self._mark(self._base + self._pos)
+        elif tag:
+            self._open_call(self._lead)
+        else:
+            self._emit_content(self._take_blank())
+            self._step = self._content
+        return True
+
+    def _content(self) -> bool:
+        if self._content_tags is None:
+            return self._raw()
+        text, tag = self._find(self._content_tags)
+        self._emit_content(text)
+        if tag and not self.stopped:
+            self._flush_content()
+            self._pos += len(tag)
+            self._open_call(self._content)
+        return bool(tag)
+
+    def _open_call(self, back: Callable[[], bool]) -> None:
+        self._return = back
+        self._step = self._name
+
+    def _name(self) -> bool:
+        match = NAME.match(self._buf, self._pos)
+        if match and self._is_callable(match[1]):
+            self._pos = match.end()
+            self._begin_call(match[1])
+            self._after_argument(match[2])
+        elif not match and is_name_prefix(self._buf[self._pos : self._pos + NAME_WINDOW]):
+            return False
+        else:
+            self._not_a_call()
+        return True
+
+    def _is_callable(self, name: str) -> bool:
+        """In the reasoning only the request's own functions count: a model may talk about the format there."""
+        return name in self._tools or self._return != self._reasoning
+
+    def _not_a_call(self) -> None:
+        """`<tool_call>` was just text; go on behind it."""
+        self._step = self._return
+        if self._return == self._reasoning:
+            self._emit_reasoning("<tool_call>")
+        else:
+            self._step = self._content
+            self._emit_content(self._take_blank() + "<tool_call>")
+
+    def _begin_call(self, name: str) -> None:
+        self._thought = True
+        self._blank.clear()
+        self._mark(self._base + self._pos)
+        self._call = CallBuilder(self._emit, self._calls, self._new_id(), name, self._tools.get(name))
+
+    def _after_argument(self, tag: str) -> None:
+        """What follows a name or a value."""
+        if tag == "<arg_key>":
+            self._step = self._key_text
+        else:
+            self._end_call()
+            if tag == "<tool_call>" and not self.stopped:  # the model forgot to close the one before
+                self._open_call(self._lead)
+
+    def _end_call(self) -> None:
+        assert self._call is not None
+        self._call.end()
+        self._call = None
+        self._calls += 1
+        self._mark(self._base + self._pos)
+        self._step = self._lead
+        self.stopped = self._single_call
+
+    def _key_text(self) -> bool:
+        text, tag = self._find(IN_KEY)
+        self._key.append(text)
+        self._pos += len(tag)
+        if tag:
+            self._mark(self._base + self._pos)
+            self._after_key_tag(tag)
+        return bool(tag)
+
+    def _after_key_tag(self, tag: str) -> None:
+        if tag == "</arg_key>":
+            self._step = self._after_key
+        elif tag == "<arg_value>":
+            self._begin_value()
+        else:
+            self._key.clear()
+            self._after_argument(tag)
+
+    def _after_key(self) -> bool:
+        tag = self._here(AFTER_KEY)
+        if tag is None:
+            return False
+        blank = self._take_blank()
+        if tag in ("<arg_key>", "</tool_call>"):  # a key without a value
+            self._key.clear()
+            self._after_argument(tag)
+        else:
+            self._begin_value()
+            if not tag:
+                self._value_text(blank)
+        return True
+
+    def _begin_value(self) -> None:
+        assert self._call is not None
+        self._call.begin_value("".join(self._key).strip())
+        self._key.clear()
+        self._step = self._value
+
+    def _value_text(self, text: str) -> None:
+        assert self._call is not None
+        self._call.text(text)
+        self._mark(self._base + self._pos)
+
+    def _value(self) -> bool:
+        text, tag = self._find(IN_VALUE)
+        self._value_text(text)
+        self._pos += len(tag)
+        if tag:
+            self._candidate = tag
+            self._step = self._after_value
+        return bool(tag)
+
+    def _after_value(self) -> bool:
+        """`</arg_value>` ends a value only before `<arg_key>`, `</tool_call>` or the end; else it belongs to it."""
+        tag = self._here(AFTER_VALUE[self._candidate])
+        if tag is None:
+            return False
+        blank = self._take_blank()
+        if tag:
+            self._end_value()
+            self._after_argument(tag)
+        else:
+            self._step = self._value
+            self._value_text(self._candidate + blank)
+        return True
+
+    def _end_value(self) -> None:
+        assert self._call is not None
+        self._call.end_value()
+
+    # -- the end of the text -------------------------------------------------------------------------------------
+
+    def _end_of_text(self, natural: bool) -> None:
+        """Held text finds its place; a call that the model left open counts if it stopped by itself."""
+        if self._step == self._reasoning_start:
+            self._emit_reasoning(self._take_blank())
+        elif self._step == self._lead and not self._calls:
+            self._emit_content(self._take_blank())
+        elif self._step == self._name and natural:
+            match = NAME_PREFIX.match(self._buf, self._pos)
+            if match and match[1] and self._is_callable(match[1]):
+                self._begin_call(match[1])
+                self._end_call()
+            elif self._return == self._reasoning:
+                self._emit_reasoning("<tool_call>" + self._buf[self._pos :])
+        elif self._call and natural:
+            if self._step in (self._value, self._after_value):
+                self._end_value()
+            self._end_call()
+        if not self.stopped:
+            self._flush_content()

@@ -1,0 +1,112 @@
+"""What a JSON schema says about one tool argument, and the argument's JSON from the text the model wrote.
+
+GLM writes string values verbatim and all others as JSON, without marking which is which; only the tool's schema tells.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+STRING = frozenset({"string"})
+ANY = frozenset({"any"})
+"""No schema at all: complete JSON values other than strings are taken as such."""
+
+_KINDS: dict[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    dict: "object",
+    list: "array",
+    type(None): "null",
+}
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+MAX_REFS = 32
+
+
+def argument_types(parameters: Mapping[str, Any] | None, key: str) -> frozenset[str]:
+    """JSON type names that `key` may have under a tool's parameter schema; a key the schema lacks is a string."""
+    if not parameters or not isinstance(parameters.get("properties"), Mapping):
+        return ANY
+    properties = parameters["properties"]
+    schema = properties[key] if key in properties else parameters.get("additionalProperties")
+    return _types(schema, parameters, 0) or STRING
+
+
+def _types(schema: object, root: Mapping[str, Any], depth: int) -> frozenset[str]:
+    """Empty = the schema does not say."""
+    if not isinstance(schema, Mapping) or depth > MAX_REFS:
+        return frozenset()
+    if isinstance(schema.get("$ref"), str):
+        return _types(_resolve(schema["$ref"], root), root, depth + 1)
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return frozenset({kind})
+    if isinstance(kind, list):
+        return frozenset(k for k in kind if isinstance(k, str))
+    if isinstance(schema.get("enum"), list):
+        return frozenset(_KINDS[type(v)] for v in schema["enum"] if type(v) in _KINDS)
+    if "const" in schema:
+        return frozenset({_KINDS.get(type(schema["const"]), "string")})
+    for name in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(name), list):
+            parts = [_types(s, root, depth + 1) for s in schema[name][:256]]
+            return frozenset().union(*parts)
+    if "properties" in schema:
+        return frozenset({"object"})
+    return frozenset({"array"}) if "items" in schema else frozenset()
+
+
+def _resolve(ref: str, root: Mapping[str, Any]) -> object:
+    node: object = root
+    for step in ref.removeprefix("#").split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(constant)
+
+
+def _decode(text: str) -> tuple[bool, Any]:
+    """(is complete JSON, value); NaN, Infinity and numbers beyond a double are not JSON."""
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return False, None
+    return True, value
+
+
+def _fits(value: object, types: frozenset[str]) -> bool:
+    kind = _KINDS[type(value)]
+    return kind in types or (kind == "integer" and "number" in types)
+
+
+def convert(text: str, types: frozenset[str]) -> Any:
+    """The value of an argument. Text that does not fit the schema stays the string it is, for the tool to refuse."""
+    if types == STRING:
+        return text
+    trimmed = text.strip()
+    is_json, value = _decode(trimmed)
+    if types == ANY:
+        return value if is_json and not isinstance(value, str) else text
+    if "string" in types:
+        return value if is_json and not isinstance(value, str) and _fits(value, types) else text
+    if is_json and isinstance(value, float) and "number" not in types and "integer" in types and value.is_integer():
+        return int(value)
+    if is_json:
+        return value
+    word = trimmed.lower()
+    if word in _WORDS and _fits(_WORDS[word], types):
+        return _WORDS[word]
+    return text
+
+
+def to_json(value: Any) -> str:
+    """Compact JSON, characters unescaped; halves of surrogate pairs become U+FFFD."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,0 +1,352 @@
+"""Cases about reasoning, content, tool calls and their streaming; each test is named after its case."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from glm53.server.protocol.events import ContentText, ReasoningText, ToolCallArgs, ToolCallEnd, ToolCallStart, collect
+from protocol_helpers import TOOLS1, TOOLS1_RAW, ends, events_of, parser, run, splits, token
+
+from glm53.chat import parse_tools
+
+
+def arguments(answer: Any, i: int = 0) -> Any:
+    return json.loads(answer.calls[i].arguments)
+
+
+def value_of(key: str, text: str, tools: Any = TOOLS1) -> Any:
+    model = f"</think><tool_call>write_file<arg_key>{key}</arg_key><arg_value>{text}</arg_value></tool_call>"
+    return arguments(run(model.replace("|", "¦"), "obs", tools=tools))[key]
+
+
+@pytest.mark.parametrize(
+    ("model", "reasoning", "content"), [("</think>|4", "", "4"), ("4", "", "4"), ("<think>hm</think>4", "hm", "4")]
+)
+def test_b01_thinking_off(model: str, reasoning: str, content: str) -> None:
+    answer = run(model, thinking=False)
+    assert (answer.reasoning, answer.content, answer.done.reason) == (reasoning, content, "stop")
+    assert ("reasoning_content" in answer.message()) == bool(reasoning)
+
+
+def test_b02_call_before_think_end() -> None:
+    answer = run("need list|<tool_call>|list_mailboxes|</tool_call>", "obs", tools=TOOLS1)
+    assert answer.message()["content"] is None
+    assert answer.reasoning == "need list"
+    assert [(c.name, c.arguments) for c in answer.calls] == [("list_mailboxes", "{}")]
+    assert answer.done.reason == "tool_calls"
+
+
+def test_b04_length_in_thinking() -> None:
+    p = parser()
+    events = p.feed([token(t) for t in ("a ", "b ", "c ", "d ", "e")]) + p.finish(ends()["length"])
+    answer = collect(events)
+    assert (answer.reasoning, answer.content, answer.done.reason) == ("a b c d e", "", "length")
+    assert (p.tokens, p.reasoning_tokens) == (5, 5)
+
+
+def test_b05_prefill_continues_in_content() -> None:
+    assert run("1}", thinking=False).content == "1}"
+
+
+def test_b07_think_end_split() -> None:
+    answer = run("think</th|ink>ans")
+    assert (answer.reasoning, answer.content) == ("think", "ans")
+    for pieces in splits("think</th|ink>ans"):
+        texts = [e.text for e in events_of(pieces) if isinstance(e, ReasoningText | ContentText)]
+        assert not any("<" in t or "ink>" in t for t in texts)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "</think><tool_call>write_file<arg_key>path</arg_key><arg_value>a.txt</arg_value></tool_call>"
+        "<tool_call>list_mailboxes</tool_call>",
+        "</think>\n<tool_call>write_file\n<arg_key>path</arg_key>\n<arg_value>a.txt</arg_value>\n</tool_call>\n"
+        "<tool_call>list_mailboxes\n</tool_call>",
+    ],
+)
+def test_b12_parallel_calls(model: str) -> None:
+    answer = run(model, "obs", tools=TOOLS1)
+    assert [(c.name, c.arguments) for c in answer.calls] == [
+        ("write_file", '{"path":"a.txt"}'),
+        ("list_mailboxes", "{}"),
+    ]
+    assert answer.calls[0].id != answer.calls[1].id
+    assert answer.message()["content"] is None
+    assert answer.done.reason == "tool_calls"
+    starts = [e.index for e in events_of(list(model), "obs", tools=TOOLS1) if isinstance(e, ToolCallStart)]
+    assert starts == [0, 1]
+
+
+B13 = (
+    "</think><tool_call>write_file<arg_key>path</arg_key><arg_value>p</arg_value><arg_key>mode</arg_key>"
+    "<arg_value>40</arg_value><arg_key>exec</arg_key><arg_value>true</arg_value><arg_key>tags</arg_key>"
+    '<arg_value>["a","b"]</arg_value><arg_key>ratio</arg_key><arg_value>1e-3</arg_value><arg_key>opts</arg_key>'
+    '<arg_value>{"k":{"n":[1,2]}}</arg_value></tool_call>'
+)
+
+
+def test_b13_types_from_the_schema() -> None:
+    expected = {"path": "p", "mode": 40, "exec": True, "tags": ["a", "b"], "opts": {"k": {"n": [1, 2]}}, "ratio": 0.001}
+    got = arguments(run(B13, "obs", tools=TOOLS1))
+    assert got == expected
+    assert got["exec"] is True
+    assert isinstance(got["mode"], int)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["123_456", "001", "true", "null", "1e5", '{"a":1}', "[1]", '"quoted"', "NaN", "", "  ", "<b>", "</arg_key>"],
+)
+def test_b14_strings_stay_strings(text: str) -> None:
+    assert value_of("content", text) == text
+
+
+def test_b15_whitespace_of_values() -> None:
+    assert value_of("content", "    if x:\n        y\n") == "    if x:\n        y\n"
+    assert value_of("mode", " \n40 ") == 40
+
+
+def one_tool(parameters: Any) -> Any:
+    return parse_tools([{"type": "function", "function": {"name": "write_file", "parameters": parameters}}])
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        ({"$ref": "#/$defs/N"}, "7", 7),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"enum": ["1"]}, "1", "1"),
+        ({"const": 3}, "3", 3),
+        ({"type": ["integer", "null"]}, "null", None),
+        ({"type": ["string", "integer"]}, "5", 5),
+        ({"type": ["string", "integer"]}, "5.5", "5.5"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "integer"}, "4.0", 4),
+        ({"type": "integer"}, "four", "four"),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "number"}, "1e999", "1e999"),
+        ({"oneOf": [{"type": "array"}, {"$ref": "#/$defs/N"}]}, "[1]", [1]),
+        ({"items": {}}, "[1]", [1]),
+        ({"description": "untyped"}, "5", "5"),
+        ({"$ref": "#/$defs/Loop"}, "5", "5"),
+        ({"$ref": "#/nowhere"}, "5", "5"),
+        ({"type": "object"}, '{"a": "\\ud83d"}', {"a": "\ufffd"}),
+        ({"type": "object"}, "[" * 5000, "[" * 5000),
+    ],
+)
+def test_b17_unions_refs_enums(schema: Any, text: str, expected: Any) -> None:
+    tools = one_tool(
+        {"properties": {"x": schema}, "$defs": {"N": {"type": "integer"}, "Loop": {"$ref": "#/$defs/Loop"}}}
+    )
+    got = value_of("x", text, tools)
+    assert got == expected
+    assert type(got) is type(expected)
+
+
+def test_b17_null_union_and_unknown_keys() -> None:
+    assert value_of("note", "null") is None
+    assert value_of("note", "5") == "5"
+    assert value_of("absent", "5") == "5"
+    assert value_of("absent", "5", one_tool(None)) == 5
+    assert value_of("absent", '"q"', one_tool({"type": "object"})) == '"q"'
+    assert value_of("absent", "5", one_tool({"properties": {}, "additionalProperties": {"type": "integer"}})) == 5
+
+
+def test_b18_nested_object_last_in_stream() -> None:
+    for pieces in splits(B13):
+        events = events_of(pieces, "obs", tools=TOOLS1)
+        text = "".join(e.fragment for e in events if isinstance(e, ToolCallArgs))
+        assert text == collect(events).calls[0].arguments
+        assert json.loads(text)["opts"] == {"k": {"n": [1, 2]}}
+
+
+def test_b20_call_without_arguments() -> None:
+    model = "</think><tool_call>list_mailboxes</tool_call>"
+    assert run(model, "obs", tools=TOOLS1).calls[0].arguments == "{}"
+    fragments = [e.fragment for e in events_of(list(model), "obs", tools=TOOLS1) if isinstance(e, ToolCallArgs)]
+    assert "".join(fragments) == "{}"
+
+
+CUT = "</think><tool_call>write_file<arg_key>path</arg_key><arg_value>NY"
+
+
+def test_b22_call_cut_by_length() -> None:
+    answer = run(CUT, "length", tools=TOOLS1)
+    assert "tool_calls" not in answer.message()
+    assert (answer.content, answer.done.reason) == ("", "length")
+    assert not any(isinstance(e, ToolCallStart) for e in events_of(list(CUT), "length", tools=TOOLS1))
+
+
+def test_b22_long_call_cut_by_length_is_incomplete_json() -> None:
+    events = events_of(list(CUT + "x" * 1000), "length", tools=TOOLS1)
+    fragments = "".join(e.fragment for e in events if isinstance(e, ToolCallArgs))
+    assert len(fragments) > 900
+    with pytest.raises(ValueError, match="Unterminated"):
+        json.loads(fragments)
+    assert not any(isinstance(e, ToolCallEnd) for e in events)
+    assert collect(events).calls == []
+    assert collect(events).done.reason == "length"
+
+
+@pytest.mark.parametrize("end", ["obs", "user", "eos"])
+def test_b23_call_left_open_at_a_natural_stop(end: str) -> None:
+    answer = run("</think><tool_call>write_file<arg_key>path</arg_key><arg_value>a</arg_value>", end, tools=TOOLS1)
+    assert answer.calls[0].arguments == '{"path":"a"}'
+    assert answer.done.reason == "tool_calls"
+
+
+def test_b25_b26_names_and_indices() -> None:
+    model = "</think><tool_call>list_mailboxes</tool_call>"
+    events = events_of([model], "obs", tools=TOOLS1)
+    starts = [e for e in events if isinstance(e, ToolCallStart)]
+    assert [(s.index, s.name) for s in starts] == [(0, "list_mailboxes")]
+
+
+def test_b27_text_around_calls() -> None:
+    answer = run("</think>Sure.<tool_call>list_mailboxes</tool_call>\n\ntrailing", tools=TOOLS1)
+    assert answer.content == "Sure.\n\ntrailing"
+    assert len(answer.calls) == 1
+    assert run("</think>Sure.<tool_call>list_mailboxes</tool_call>\n \n", tools=TOOLS1).content == "Sure."
+
+
+def test_b29_tags_without_tools_are_text() -> None:
+    answer = run("</think>Write <tool_call>f</tool_call>")
+    assert answer.message() == {"role": "assistant", "content": "Write <tool_call>f</tool_call>"}
+    assert answer.done.reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        'C:\\new\\table "x"',
+        "Größe 温度 😀 \u2028\x85\x00\x1f",
+        '<div class="a">&amp;</div>\n<!-- x -->',
+        "a</arg_value> b",
+        "<arg_value>x</arg_value>\n\n",
+        "</tool_call>",
+        "</tool_call>\n<tool_call>f",
+        "</arg_value></arg_value>",
+        "</arg_val",
+        "</think><think>",
+    ],
+)
+def test_b34_b35_values_verbatim(value: str) -> None:
+    assert value_of("content", value) == value
+
+
+def test_b42_characters_split_over_tokens() -> None:
+    data = "😀é漢".encode()
+    events = events_of(["</think>", *(bytes([b]) for b in data)])
+    assert [e.text for e in events if isinstance(e, ContentText)] == ["😀", "é", "漢"]
+
+
+def test_b42_broken_bytes() -> None:
+    assert collect(events_of(["</think>", "a", b"\xf0\x9f"])).content == "a\ufffd"
+    events = events_of(["</think>", "a", b"\xff", "b", "c"])
+    assert collect(events).content == "a\ufffdbc"
+    assert collect(events_of([b"\xe6\xbc", "</think>", "x"])).message() == {
+        "role": "assistant",
+        "content": "x",
+        "reasoning_content": "\ufffd",
+    }
+
+
+def test_b65_role_tokens_are_not_text() -> None:
+    assert collect(events_of(["</think>", "answer", "<|user|>", "more"])).content == "answermore"
+    shown = collect(events_of(["</think>", "answer", "<|user|>", "more"], show_special=True))
+    assert shown.content == "answer<|user|>more"
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        ("list_mailboxes", ("list_mailboxes", "{}")),
+        ("write_file<arg_key>path</arg_key><arg_value>a", ("write_file", '{"path":"a"}')),
+        ("write_file<arg_key>pa", ("write_file", "{}")),
+        ("write_file<arg_key>path</arg_key>", ("write_file", "{}")),
+        ("write_file<arg_key>path</arg_key><arg_value>a</tool_call>", ("write_file", '{"path":"a"}')),
+    ],
+)
+def test_b65_role_token_after_an_open_call(tail: str, expected: tuple[str, str]) -> None:
+    answer = run("</think><tool_call>" + tail, tools=TOOLS1)
+    assert [(c.name, c.arguments) for c in answer.calls] == [expected]
+
+
+def test_unclosed_reasoning_is_the_answer() -> None:
+    answer = run("just this")
+    assert answer.message() == {"role": "assistant", "content": "just this"}
+    assert answer.done.reasoning_is_answer
+    assert run("just this", "length").reasoning == "just this"
+
+
+def test_tool_call_that_is_talk() -> None:
+    model = "I may use <tool_call> tags, <tool_call>other</tool_call>.</think>The tag <tool_call> is a tag.<tool_call>"
+    answer = run(model + "list_mailboxes</tool_call>", "obs", tools=TOOLS1)
+    assert answer.reasoning == "I may use <tool_call> tags, <tool_call>other</tool_call>."
+    assert answer.content == "The tag <tool_call> is a tag."
+    assert [c.name for c in answer.calls] == ["list_mailboxes"]
+
+
+def test_missing_tool_call_end_between_calls() -> None:
+    answer = run("</think><tool_call>list_mailboxes<tool_call>list_mailboxes</tool_call>", "obs", tools=TOOLS1)
+    assert len(answer.calls) == 2
+
+
+def test_single_call_stops() -> None:
+    p = parser(tools=TOOLS1, single_call=True)
+    model = "</think><tool_call>list_mailboxes</tool_call>"
+    events = p.feed([token(model + model)])
+    assert p.stopped
+    answer = collect(events + p.feed([token("more")]) + p.finish(ends()["stopstr"]))
+    assert len(answer.calls) == 1
+    assert answer.done.reason == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("model", "stop", "content", "met"),
+    [
+        ("</think>one STOP two", ["STOP"], "one ", "STOP"),
+        ("</think>one ST|OP two", ["STOP"], "one ", "STOP"),
+        ("STOP in thought</think>one", ["STOP"], "one", None),
+        ("</think>abc", ["abc", "b"], "a", "b"),
+        ("</think>aab", ["aab", "ab"], "", "aab"),
+        ("</think>ST", ["STOP"], "ST", None),
+        ("</think>\n\nx", ["\n\n"], "", "\n\n"),
+        ("</think>ababac", ["abac"], "ab", "abac"),
+    ],
+)
+def test_stop_strings(model: str, stop: list[str], content: str, met: str | None) -> None:
+    answer = run(model, "stopstr" if met else "user", stop=stop)
+    assert (answer.content, answer.done.stop_sequence, answer.done.reason) == (content, met, "stop")
+
+
+def test_raw_text_has_no_tags() -> None:
+    text = "<think>a</think><tool_call>list_mailboxes</tool_call> </think>"
+    assert run(text, thinking=False, tools=None, raw=True).message() == {"role": "assistant", "content": text}
+
+
+def test_content_tokens() -> None:
+    pieces: list[str | bytes] = ["r", "</think>", " ", "a", b"\xc3", b"\xa9", "b S", "TOP", "x"]
+    tokens = [token(p) for p in pieces]
+    p = parser(stop=["STOP"], keep_tokens=True)
+    events = [e for t in tokens for e in p.feed([t])] + p.finish(ends()["stopstr"])
+    answer = collect(events)
+    assert answer.content == " aéb "
+    assert answer.tokens == tokens[2:7]
+    assert p.reasoning_tokens == 2
+
+
+def test_content_tokens_leave_calls_out() -> None:
+    pieces = ["</th", "ink>o", "k", "<tool_call>", "list_mailboxes", "</tool_call>", "\n", "end"]
+    tokens = [token(p) for p in pieces]
+    for batch in (1, 3, 8):
+        p = parser(tools=TOOLS1, keep_tokens=True)
+        events = [e for i in range(0, 8, batch) for e in p.feed(tokens[i : i + batch])] + p.finish(ends()["user"])
+        assert [t.data for t in collect(events).tokens] == [b"ink>o", b"k", b"\n", b"end"]
+
+
+def test_tools_raw_is_what_the_cases_use() -> None:
+    assert [t["function"]["name"] for t in TOOLS1_RAW] == ["write_file", "list_mailboxes"]
