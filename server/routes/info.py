@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
+from pathlib import Path
 
 from aiohttp import web
 
@@ -114,6 +116,15 @@ def _live(job: Job) -> dict[str, object]:
     }
 
 
+def _resident_bytes() -> int:
+    """Memory of this process in RAM (proc(5), statm); 0 where there is no /proc."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * resource.getpagesize()
+
+
 async def stats(request: web.Request) -> web.Response:
     """Counters of the server and, under `engine`, of the engine."""
     state = request.app[STATE]
@@ -140,6 +151,7 @@ async def stats(request: web.Request) -> web.Response:
             "cached_tokens": metrics.cached_tokens,
             "completion_tokens": metrics.completion_tokens,
         },
+        "memory": {"process_bytes": _resident_bytes()},
         "requests": [_live(job) for job in state.live.values()],
         "engine": engine,
     }

@@ -145,7 +145,7 @@ class ScriptedEngine(Engine):
     """Engine over a list of answers; see the module docstring for the file and for what is real."""
 
     def __init__(
-        self, path: Path, tokenizer: Tokenizer, *, name: str = "scripted", context: int = 131072, max_streams: int = 4
+        self, path: Path, tokenizer: Tokenizer, *, name: str = "scripted", context: int = 131072, max_streams: int = 8
     ) -> None:
         self._answers = load_answers(path, tokenizer)
         self.info = EngineInfo(

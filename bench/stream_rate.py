@@ -1,0 +1,229 @@
+#!/usr/bin/env python3
+"""Does text arrive at the rate it is generated? Standard library only; works against any OpenAI-compatible server.
+
+    python3 bench/stream_rate.py --url http://127.0.0.1:30000
+
+Each stream is judged by two numbers. "bend" is the largest distance between the share of text that has arrived and the
+share of time that has passed: 0 for a steady stream, 0.5 for a server that delivers at half speed and flushes the other
+half at the end. "last burst" is the share of text in the last 5 % of the time. Exit code 0: even; 1: not; 2: no verdict
+(the server failed, or the answer was too short).
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import itertools
+import json
+import statistics
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+PROMPT = "Write a long, detailed story about a lighthouse keeper who repairs clocks."
+MAX_BEND = 0.2
+MAX_LAST_BURST = 0.2
+FEWEST_EVENTS = 20
+
+
+class NoVerdict(Exception):
+    """The measurement could not be made; the text says why."""
+
+
+@dataclass
+class Arrivals:
+    """What one stream delivered: (seconds since the request, characters) for each event with text in it."""
+
+    events: list[tuple[float, int]] = field(default_factory=list)
+    completion_tokens: int = 0
+    finish: str = ""
+
+
+@dataclass
+class Verdict:
+    """Figures of one stream; times in seconds, gaps in milliseconds."""
+
+    tokens: int
+    events: int
+    first_text_s: float
+    seconds: float
+    tokens_per_s: float
+    gap_median_ms: float
+    gap_p99_ms: float
+    gap_max_ms: float
+    bend: float
+    last_burst: float
+    even: bool
+    finish: str
+
+
+def read_stream(args: argparse.Namespace, out: Arrivals) -> None:
+    """Run one streamed chat request and note when text arrives. Raises NoVerdict."""
+    url = urlsplit(args.url)
+    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+    connection = kind(url.hostname or "127.0.0.1", url.port, timeout=args.timeout)
+    headers = {"Content-Type": "application/json"}
+    if args.api_key:
+        headers["Authorization"] = f"Bearer {args.api_key}"
+    started = time.perf_counter()
+    try:
+        connection.request("POST", f"{url.path.rstrip('/')}/v1/chat/completions", request_body(args), headers)
+        reply = connection.getresponse()
+        if reply.status != 200:
+            raise NoVerdict(f"the server answered {reply.status}: {reply.read(300).decode(errors='replace')}")
+        while line := reply.readline():
+            if line.startswith(b"data: ") and not note(line[6:], time.perf_counter() - started, out):
+                break
+    except (OSError, http.client.HTTPException) as e:
+        raise NoVerdict(f"{args.url}: {e or type(e).__name__}") from None
+    finally:
+        connection.close()
+
+
+def request_body(args: argparse.Namespace) -> bytes:
+    body: dict[str, Any] = {
+        "model": args.model,
+        "messages": [{"role": "user", "content": args.prompt}],
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if args.ignore_eos:
+        body["ignore_eos"] = True
+    return json.dumps(body).encode()
+
+
+def note(data: bytes, now: float, out: Arrivals) -> bool:
+    """Take one event in; False at the end of the stream."""
+    if data.strip() == b"[DONE]":
+        return False
+    event = json.loads(data)
+    if event.get("error"):
+        raise NoVerdict(f"the stream ended with an error: {event['error'].get('message')}")
+    if event.get("usage"):
+        out.completion_tokens = event["usage"].get("completion_tokens", 0)
+    for choice in event.get("choices", ()):
+        delta = choice.get("delta", {})
+        text = (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+        for call in delta.get("tool_calls") or ():
+            text += call.get("function", {}).get("arguments") or ""
+        if text:
+            out.events.append((now, len(text)))
+        out.finish = choice.get("finish_reason") or out.finish
+    return True
+
+
+def judge(arrivals: Arrivals) -> Verdict:
+    """Figures and verdict of one stream. Raises NoVerdict if it is too short."""
+    events = arrivals.events
+    if len(events) < FEWEST_EVENTS:
+        raise NoVerdict(f"only {len(events)} events with text; {FEWEST_EVENTS} are needed to judge (try --max-tokens)")
+    first, last = events[0][0], events[-1][0]
+    span = max(last - first, 1e-9)
+    total = sum(n for _, n in events)
+    gaps = [1000 * (b[0] - a[0]) for a, b in itertools.pairwise(events)]
+    tokens = arrivals.completion_tokens or len(events)
+    bend = largest_bend(events, first, span, total)
+    last_burst = sum(n for t, n in events if t > first + 0.95 * span) / total
+    return Verdict(
+        tokens=tokens,
+        events=len(events),
+        first_text_s=round(first, 4),
+        seconds=round(span, 4),
+        tokens_per_s=round((tokens - 1) / span, 2),
+        gap_median_ms=round(statistics.median(gaps), 3),
+        gap_p99_ms=round(sorted(gaps)[int(0.99 * (len(gaps) - 1))], 3),
+        gap_max_ms=round(max(gaps), 3),
+        bend=round(bend, 4),
+        last_burst=round(last_burst, 4),
+        even=bend <= MAX_BEND and last_burst <= MAX_LAST_BURST,
+        finish=arrivals.finish,
+    )
+
+
+def largest_bend(events: list[tuple[float, int]], first: float, span: float, total: int) -> float:
+    """Largest distance of the arrival curve from a straight line, looked at just before and just after each event."""
+    bend, arrived = 0.0, 0
+    for when, size in events:
+        line = (when - first) / span
+        before, arrived = arrived, arrived + size
+        bend = max(bend, abs(arrived / total - line), abs(before / total - line))
+    return bend
+
+
+def measure(args: argparse.Namespace) -> list[Verdict]:
+    """All streams at once. Raises the first stream's NoVerdict, if any."""
+    arrivals = [Arrivals() for _ in range(args.streams)]
+    failures: list[NoVerdict] = []
+
+    def work(out: Arrivals) -> None:
+        try:
+            read_stream(args, out)
+        except NoVerdict as e:
+            failures.append(e)
+
+    threads = [threading.Thread(target=work, args=(a,)) for a in arrivals]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return [judge(a) for a in arrivals]
+
+
+def table(verdicts: list[Verdict]) -> str:
+    """The figures for people."""
+    lines = ["stream  tokens  first text  tokens/s  gap median / p99 / max ms   bend  last burst  verdict"]
+    for i, v in enumerate(verdicts):
+        gaps = f"{v.gap_median_ms:.1f} / {v.gap_p99_ms:.1f} / {v.gap_max_ms:.1f}"
+        word = "even" if v.even else "NOT EVEN"
+        lines.append(
+            f"{i:>6}  {v.tokens:>6}  {v.first_text_s:>8.3f} s  {v.tokens_per_s:>8.2f}  {gaps:>25}  "
+            f"{v.bend:>5.3f}  {v.last_burst:>9.1%}  {word}"
+        )
+    total = sum(v.tokens_per_s for v in verdicts)
+    lines.append(f"{len(verdicts)} stream(s), {total:.2f} tokens/s together")
+    return "\n".join(lines)
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--url", default="http://127.0.0.1:30000", help="server (default: %(default)s)")
+    parser.add_argument("--model", default="glm-5.3-flash", help="model name to send (default: %(default)s)")
+    parser.add_argument("--prompt", default=PROMPT, help="what to ask")
+    parser.add_argument("--max-tokens", type=int, default=400, help="tokens per stream (default: %(default)s)")
+    parser.add_argument("--streams", type=int, default=1, help="streams at the same time (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
+    parser.add_argument("--ignore-eos", action="store_true", help="ask for all of --max-tokens")
+    parser.add_argument("--api-key", default="", help="sent as a bearer token")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds without a byte (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE (- = standard output, no table)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    args = parse_args(argv)
+    try:
+        verdicts = measure(args)
+    except NoVerdict as e:
+        print(f"stream_rate: {e}", file=sys.stderr)
+        return 2
+    even = all(v.even for v in verdicts)
+    figures = json.dumps({"url": args.url, "even": even, "streams": [asdict(v) for v in verdicts]}, indent=2)
+    if args.json == "-":
+        print(figures)
+    else:
+        print(table(verdicts))
+        if args.json:
+            with open(args.json, "w", encoding="utf-8") as f:
+                f.write(figures + "\n")
+    return 0 if even else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,331 @@
+// The status page: polls /stats once a second and chats over /v1/chat/completions. No library, no build step.
+"use strict";
+
+const $ = (id) => document.getElementById(id);
+const POLL_MS = 1000;
+const HISTORY = 120;
+
+let key = sessionStorage.getItem("glm53-key") || "";
+let turns = [];
+let running = null;
+let before = null;
+const rates = [];
+
+function headers() {
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
+async function getJson(path) {
+  const reply = await fetch(path, { headers: headers(), cache: "no-store" });
+  $("key-box").hidden = reply.status !== 401;
+  if (!reply.ok) throw new Error(`${path}: ${reply.status}`);
+  return reply.json();
+}
+
+// ---- small helpers ----
+
+function element(tag, text, className) {
+  const node = document.createElement(tag);
+  if (text !== undefined) node.textContent = text;
+  if (className) node.className = className;
+  return node;
+}
+
+function pairs(id, entries) {
+  const nodes = entries.flatMap(([name, value]) => [element("dt", name), element("dd", value)]);
+  $(id).replaceChildren(...nodes);
+}
+
+const count = (n) => Number(n || 0).toLocaleString("en");
+const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "none yet");
+const words = (name) => name.replaceAll("_", " ");
+
+function bytes(n) {
+  const units = ["B", "kB", "MB", "GB"];
+  let i = 0;
+  while (n >= 1000 && i < units.length - 1) { n /= 1000; i += 1; }
+  return `${n.toFixed(i ? 1 : 0)} ${units[i]}`;
+}
+
+function duration(seconds) {
+  if (seconds < 60) return `${seconds.toFixed(0)} s`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min`;
+  return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
+}
+
+// ---- status ----
+
+function showPhase(stats) {
+  const what = $("what");
+  what.dataset.phase = stats.status;
+  if (stats.loading) {
+    what.textContent = `loading: ${stats.loading.stage}, ${(100 * stats.loading.progress).toFixed(0)} %`;
+  } else if (stats.status === "ready") {
+    what.textContent = `ready, up ${duration(stats.uptime_s)}`;
+  } else {
+    what.textContent = stats.status;
+  }
+}
+
+function liveTokens(stats) {
+  return new Map(stats.requests.map((r) => [r.id, r.completion_tokens]));
+}
+
+function showSpeed(stats, now) {
+  const tokens = liveTokens(stats);
+  const seconds = before ? (now - before.now) / 1000 : 0;
+  let total = 0;
+  const rows = stats.requests.map((r) => {
+    const since = before ? r.completion_tokens - (before.tokens.get(r.id) || 0) : 0;
+    const rate = seconds > 0 ? since / seconds : r.tokens_per_s;
+    total += rate;
+    const row = element("li");
+    const speed = r.phase === "decode" ? `${rate.toFixed(1)} tokens/s` : r.phase;
+    row.append(element("span", `${r.route}, ${count(r.completion_tokens)} tokens`), element("span", speed));
+    return row;
+  });
+  before = { now, tokens };
+  $("streams").replaceChildren(...rows);
+  $("rate").textContent = total.toFixed(1);
+  rates.push(total);
+  if (rates.length > HISTORY) rates.shift();
+  drawSpark();
+}
+
+function drawSpark() {
+  const top = Math.max(1, ...rates);
+  const step = 240 / (HISTORY - 1);
+  const start = HISTORY - rates.length;
+  const points = rates.map((r, i) => `${((start + i) * step).toFixed(1)},${(46 - (44 * r) / top).toFixed(1)}`);
+  const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  path.setAttribute("d", `M${points.join("L")}`);
+  $("spark").replaceChildren(path);
+}
+
+// Numbers of routed experts by where they were computed; engines without lanes have one.
+function lanesOf(engine) {
+  if (engine.lanes) return Object.entries(engine.lanes);
+  return engine.routed_picks_served ? [["cpu", engine.routed_picks_served]] : [];
+}
+
+function showLanes(engine) {
+  const lanes = lanesOf(engine).filter(([, n]) => typeof n === "number");
+  const whole = lanes.reduce((sum, [, n]) => sum + n, 0);
+  $("lanes-box").hidden = !whole;
+  const bars = lanes.map(([, n]) => {
+    const bar = element("i");
+    bar.style.width = `${(100 * n) / (whole || 1)}%`;
+    return bar;
+  });
+  const names = lanes.map(([name, n]) => element("li", `${words(name)} ${percent(n, whole)}`));
+  $("lanes").setAttribute("aria-label", names.map((n) => n.textContent).join(", "));
+  $("lanes").replaceChildren(...bars);
+  $("lanes-key").replaceChildren(...names);
+}
+
+function showCounters(stats) {
+  const engine = stats.engine || {};
+  const totals = stats.totals;
+  pairs("queue", [
+    ["running", `${stats.running} of ${stats.queue.max_running}`],
+    ["waiting", `${stats.queue.waiting} of ${stats.queue.max_queue}`],
+    ["refused", count(stats.queue.refused)],
+    ["answers", count(totals.streams)],
+    ["tokens read", count(totals.prompt_tokens)],
+    ["tokens written", count(totals.completion_tokens)],
+  ]);
+  showLanes(engine);
+  const cache = [["prompt tokens reused", percent(totals.cached_tokens, totals.prompt_tokens)]];
+  const experts = engine.expert_cache;
+  if (experts) cache.push(["experts found in VRAM", percent(experts.hits, experts.hits + experts.misses)]);
+  $("cache-box").hidden = !totals.prompt_tokens && !experts;
+  pairs("cache", cache);
+  const memory = Object.entries({ ...stats.memory, ...engine.memory }).filter(([, n]) => typeof n === "number");
+  $("memory-box").hidden = !memory.length;
+  pairs("memory", memory.map(([name, n]) => [words(name.replace(/_bytes$/, "")), bytes(n)]));
+}
+
+async function showLoaded() {
+  try {
+    const info = await getJson("server_info");
+    document.title = `${info.served_model_name}, glm53`;
+    pairs("loaded", [
+      ["model", info.served_model_name],
+      ["checkpoint", info.model],
+      ["mode", info.mode],
+      ["device", info.device],
+      ["context", count(info.context_length)],
+      ["loaded in", duration(info.load_s)],
+    ]);
+    $("warnings").replaceChildren(...info.warnings.map((w) => element("li", w)));
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+async function poll() {
+  let loaded = false;
+  for (;;) {
+    try {
+      const stats = await getJson("stats");
+      showPhase(stats);
+      showSpeed(stats, performance.now());
+      showCounters(stats);
+      if (!loaded && stats.status === "ready") loaded = await showLoaded();
+    } catch {
+      loaded = false;
+      $("what").dataset.phase = "down";
+      $("what").textContent = $("key-box").hidden ? "not reachable" : "needs an API key";
+    }
+    await new Promise((done) => setTimeout(done, POLL_MS));
+  }
+}
+
+// ---- chat ----
+
+function stuckToEnd() {
+  const log = $("log");
+  return log.scrollHeight - log.scrollTop - log.clientHeight < 80;
+}
+
+function follow(stuck) {
+  if (!stuck) return;
+  const log = $("log");
+  log.scrollTop = log.scrollHeight;
+  if (log.scrollHeight <= log.clientHeight) $("prompt").scrollIntoView({ block: "end" });
+}
+
+function addAnswer() {
+  const node = element("div", undefined, "turn");
+  const fold = element("details");
+  fold.hidden = true;
+  fold.append(element("summary", "Reasoning"), element("div"));
+  const text = element("div", "", "text");
+  const note = element("p", "waiting", "note");
+  node.append(fold, text, note);
+  $("log").append(node);
+  return { fold, reasoning: fold.lastChild, text, note };
+}
+
+async function* events(reply) {
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  let buffer = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    buffer += value;
+    const blocks = buffer.split("\n\n");
+    buffer = blocks.pop();
+    for (const block of blocks) {
+      if (!block.startsWith("data: ")) continue;
+      if (block === "data: [DONE]") return;
+      yield JSON.parse(block.slice(6));
+    }
+  }
+}
+
+function apply(chunk, view, answer) {
+  if (chunk.error) throw new Error(chunk.error.message);
+  if (chunk.usage) answer.usage = chunk.usage;
+  const choice = chunk.choices && chunk.choices[0];
+  if (!choice) return;
+  const stuck = stuckToEnd();
+  if (choice.delta.reasoning_content) {
+    view.fold.hidden = false;
+    view.note.textContent = "thinking";
+    view.reasoning.append(choice.delta.reasoning_content);
+  }
+  if (choice.delta.content) {
+    answer.content += choice.delta.content;
+    view.note.textContent = "answering";
+    view.text.append(choice.delta.content);
+  }
+  if (choice.finish_reason) answer.finish = choice.finish_reason;
+  follow(stuck);
+}
+
+function summary(answer, seconds) {
+  const tokens = answer.usage ? answer.usage.completion_tokens : 0;
+  const cut = answer.finish === "length" ? ", cut at the token limit" : "";
+  return `${count(tokens)} tokens in ${seconds.toFixed(1)} s${cut}`;
+}
+
+async function ask(body, view, answer) {
+  const started = performance.now();
+  const reply = await fetch("v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json", ...headers() },
+    body: JSON.stringify(body),
+    signal: running.signal,
+  });
+  if (!reply.ok) {
+    const failure = await reply.json().catch(() => null);
+    throw new Error(failure?.error?.message || `the server answered ${reply.status}`);
+  }
+  for await (const chunk of events(reply)) apply(chunk, view, answer);
+  view.note.textContent = summary(answer, (performance.now() - started) / 1000);
+}
+
+function setRunning(controller) {
+  running = controller;
+  $("send").hidden = Boolean(controller);
+  $("stop").hidden = !controller;
+  $("log").setAttribute("aria-busy", String(Boolean(controller)));
+}
+
+async function send() {
+  const text = $("prompt").value.trim();
+  if (!text || running) return;
+  $("prompt").value = "";
+  $("hint").hidden = true;
+  const conversation = turns; // "New chat" may replace it before the answer has ended
+  conversation.push({ role: "user", content: text });
+  $("log").append(element("div", text, "turn user"));
+  const view = addAnswer();
+  const answer = { content: "", finish: "", usage: null };
+  follow(true);
+  setRunning(new AbortController());
+  const thinking = $("thinking").checked;
+  const body = { messages: conversation, stream: true, stream_options: { include_usage: true }, enable_thinking: thinking };
+  try {
+    await ask(body, view, answer);
+  } catch (error) {
+    const stopped = error.name === "AbortError";
+    view.note.textContent = stopped ? "stopped" : error.message;
+    view.note.classList.toggle("error", !stopped);
+  } finally {
+    setRunning(null);
+    conversation.push({ role: "assistant", content: answer.content });
+    $("prompt").focus();
+  }
+}
+
+$("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    send();
+  }
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && running) running.abort();
+});
+$("stop").addEventListener("click", () => running && running.abort());
+$("clear").addEventListener("click", () => {
+  if (running) running.abort();
+  turns = [];
+  $("log").replaceChildren($("hint"));
+  $("hint").hidden = false;
+  $("prompt").focus();
+});
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  key = $("key").value;
+  sessionStorage.setItem("glm53-key", key);
+});
+
+poll();
