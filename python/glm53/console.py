@@ -29,7 +29,7 @@ class Progress:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._out = stream or sys.stderr
-        self._tty = self._out.isatty()
+        self.redraws = self._out.isatty()
         self._lock = threading.Lock()
         self._stage = ""
         self._shown = -1
@@ -43,7 +43,7 @@ class Progress:
             now = time.monotonic()
             fresh = stage != self._stage
             self._stage = stage
-            if self._tty:
+            if self.redraws:
                 if fresh or fraction >= 1.0 or now - self._last_s >= REDRAW_S:
                     self._draw(stage, fraction, now)
             else:

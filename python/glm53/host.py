@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import resource
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,9 +155,9 @@ class Host:
         return fitted if readable else None
 
     def memlock_bytes(self) -> int | None:
-        """Soft limit on locked memory, or None for unlimited."""
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        return None if soft == resource.RLIM_INFINITY else soft
+        """Soft limit on locked memory of this process, or None for unlimited."""
+        match = re.search(r"^Max locked memory\s+(\S+)", self._read("proc/self/limits") or "", re.MULTILINE)
+        return int(match[1]) if match and match[1].isdigit() else None
 
     def driver_version(self) -> str | None:
         """Version of the loaded NVIDIA kernel module, e.g. 580.65.06."""
@@ -182,10 +182,23 @@ class Host:
 
     def disk_free_bytes(self, path: Path) -> int:
         """Free bytes for an ordinary user on the file system that holds `path` or its nearest existing parent."""
+        path = path.absolute()
         while not path.exists() and path != path.parent:
             path = path.parent
         info = os.statvfs(path)
         return info.f_bavail * info.f_frsize
+
+    def huge_pages(self) -> str:
+        """Transparent huge pages: always, madvise, never, or unknown."""
+        match = re.search(r"\[(\w+)\]", self._read("sys/kernel/mm/transparent_hugepage/enabled") or "")
+        return match[1] if match else "unknown"
+
+    def program(self, name: str) -> str | None:
+        """Path of a program on PATH; below `root`, in its usr/bin and usr/local/cuda/bin."""
+        if self.root == Path("/"):
+            return shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
+        places = (self.root / "usr/bin" / name, self.root / "usr/local/cuda/bin" / name)
+        return next((str(p) for p in places if p.exists()), None)
 
     def worker_cpus(self) -> list[int]:
         """CPUs for the CPU tier: one per physical core this process may use, the first two cores left free.
@@ -208,13 +221,6 @@ def _int(text: str | None) -> int:
     return int(text) if text and text.isdigit() else 0
 
 
-def isa_of(flags: frozenset[str]) -> str:
-    """Best instruction set of the CPU kernels for these /proc/cpuinfo flags."""
-    if {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_vnni"} <= flags:
-        return "avx512"
-    return "avx2" if {"avx2", "fma", "f16c"} <= flags else "scalar"
-
-
 def version_lines(version: str) -> list[str]:
     """Lines of `glm53 --version`."""
     host = Host()
@@ -223,9 +229,10 @@ def version_lines(version: str) -> list[str]:
         from . import _core
 
         built = "built in" if _core.cuda_built() else "not in this build"
+        isa = str(_core.cpu_features()["isa"])
     except ImportError as e:
-        built = f"native module missing ({e})"
+        built, isa = f"native module missing ({e})", "none"
     lines = [f"glm53 {version}", f"CUDA objects: {built}"]
     lines += [f"GPU {g.index}: {g.name}, {g.vram_bytes / GIB:.1f} GiB, sm_{g.sm[0]}{g.sm[1]}" for g in gpus]
     lines += [] if gpus else [f"GPU: none seen ({why})"]
-    return [*lines, f"CPU kernels: {isa_of(host.cpu_flags())} ({host.cpu_name()})"]
+    return [*lines, f"CPU kernels: {isa} ({host.cpu_name()})"]

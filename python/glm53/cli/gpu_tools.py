@@ -1,9 +1,49 @@
-"""placeholder"""
+"""`glm53 prepare` and `glm53 pin`: one-time work on a GPU host, done by the GPU engine's own module."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from ..config import Settings
+from ..errors import DeviceError
+from .common import add_settings, settings_from
+
+MODULES = ("glm53.engine.exllama.tools", "glm53.engine.exllama")
 
 
 def add(commands: Any) -> None:
-    pass
+    """Register both subcommands."""
+    prepare = commands.add_parser("prepare", help="compile exllamav3's extension and warm the kernels, once per host")
+    add_settings(prepare, "model", "engine", "expert cache")
+    prepare.set_defaults(run=lambda args: _run("prepare", args))
+    pin = commands.add_parser("pin", help="fix this GPU architecture's Triton choices in a file")
+    pin.add_argument("--out", type=Path, metavar="FILE", help="where to write the picks")
+    add_settings(pin, "model", "engine", "expert cache")
+    pin.set_defaults(run=lambda args: _run("pin", args))
+
+
+def _run(name: str, args: argparse.Namespace) -> int:
+    from ..host import Host
+    from .serve import choose_device
+
+    settings = settings_from(args, device="cuda")
+    choose_device(settings, Host())
+    return _tool(name)(settings, args)
+
+
+def _tool(name: str) -> Callable[[Settings, argparse.Namespace], int]:
+    reason = ""
+    for module in MODULES:
+        try:
+            found = getattr(importlib.import_module(module), name, None)
+        except ImportError as e:
+            reason = str(e)
+            continue
+        if found is not None:
+            tool: Callable[[Settings, argparse.Namespace], int] = found
+            return tool
+    raise DeviceError(f"glm53 {name} needs the GPU engine ({reason or 'not in this build'}); pip install 'glm53[cuda]'")

@@ -1,9 +1,80 @@
-"""placeholder"""
+"""`glm53 plan`: what a machine that is not here would do, from the sizing code that the server uses."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from typing import Any
+
+from ..config import specs
+from ..errors import ConfigError
+from ..sizing import GB, GIB, Machine, Plan, plan
 
 
 def add(commands: Any) -> None:
-    pass
+    """Register the subcommand."""
+    parser = commands.add_parser("plan", help="what fits and how fast, for a machine that is not here")
+    parser.add_argument("--gpu", type=float, required=True, metavar="GIB", help="VRAM of the card, e.g. 24")
+    parser.add_argument("--ram", type=float, required=True, metavar="GIB", help="installed RAM, e.g. 256")
+    parser.add_argument("--cores", type=int, default=24, metavar="N", help="physical CPU cores (default 24)")
+    parser.add_argument("--pcie", type=float, default=25.0, metavar="GB/S", help="PCIe rate (default 25: 4.0 x16)")
+    parser.add_argument("--dram", type=float, default=136.0, metavar="GB/S", help="DRAM read rate (default 136)")
+    parser.add_argument("--disk", type=float, metavar="GIB", help="free disk space")
+    parser.add_argument("--no-avx2", action="store_true", help="the CPU lacks AVX2, FMA or F16C")
+    parser.add_argument("--mode", choices=("fast", "exact"), help="default: what suits the machine")
+    parser.add_argument("-cs", "--cache-tokens", type=int, default=_default("cache_tokens"), metavar="TOKENS")
+    parser.add_argument("--max-batch-size", type=int, default=_default("max_batch_size"), metavar="N")
+    parser.add_argument("-chunk_size", "--chunk-size", type=int, default=_default("chunk_size"), metavar="TOKENS")
+    parser.add_argument("--ec-reserve-gb", type=float, metavar="GB", help="VRAM left free")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.set_defaults(run=run)
+
+
+def _default(name: str) -> Any:
+    return next(s.default for s in specs() if s.name == name)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan. Returns 1 if the model does not fit."""
+    for name in ("gpu", "ram", "cores", "pcie", "dram", "cache_tokens", "max_batch_size", "chunk_size"):
+        if getattr(args, name) <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0")
+    machine = Machine(
+        gpu_bytes=int(args.gpu * GIB),
+        ram_bytes=int(args.ram * GIB),
+        cores=args.cores,
+        pcie_gb_s=args.pcie,
+        dram_gb_s=args.dram,
+        disk_free_bytes=None if args.disk is None else int(args.disk * GIB),
+        avx2=not args.no_avx2,
+    )
+    answer = plan(
+        machine,
+        mode=args.mode,
+        cache_tokens=args.cache_tokens,
+        streams=args.max_batch_size,
+        chunk=args.chunk_size,
+        reserve_gb=args.ec_reserve_gb,
+    )
+    sys.stdout.write(json.dumps(answer.as_json(), indent=2) + "\n" if args.json else render(answer))
+    return 0 if answer.fits else 1
+
+
+def render(p: Plan) -> str:
+    """The plan for a person, with the constants it was computed with."""
+    c = p.constants
+    lines = [
+        "fits: yes" if p.fits else "fits: no",
+        *(f"  {reason}" for reason in p.reasons),
+        f"mode: {p.mode}",
+        f"expert slots: {p.slots} ({p.slots_per_layer} of 288 a layer), expected hit rate {p.hit_rate:.2f}",
+        f"VRAM: at least {p.vram_needed_bytes / GIB:.1f} GiB; all that is left becomes slots",
+        f"RAM: {p.ram_needed_bytes / GIB:.0f} GiB ({p.ram_needed_bytes / GB:.0f} GB), page-locked",
+        f"decode, one stream: about {p.decode_tok_s:.1f} tok/s",
+        f"prefill: about {p.prefill_8k_tok_s:.0f} tok/s at 8k, {p.prefill_32k_tok_s:.0f} at 32k (RTX 3090 compute)",
+        f"constants: A {c.handoff_ms} ms, B {c.cpu_expert_ms:.3f} ms on {p.cpu_threads} threads, "
+        f"T {c.pcie_expert_ms:.3f} ms at {c.pcie_gb_s:g} GB/s, g {c.cached_ms} ms, fixed {c.fixed_ms} ms a token",
+        "an estimate: the constants are fitted to one host (RTX 3090, EPYC 7443P); `glm53 doctor` measures a real one",
+    ]
+    return "\n".join(lines) + "\n"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from ..console import Progress, say
 from ..engine.protocol import Engine
 from ..engine.protocol import Progress as ProgressCall
 from ..errors import CheckpointError, ConfigError, DeviceError, ResourceError
-from ..host import GIB, Host
+from ..host import Host
 from . import model_dir
 from .common import add_settings, settings_from
 
@@ -108,16 +110,6 @@ def ensure_model(settings: Settings) -> None:
     pull(settings)
 
 
-def check_ram(settings: Settings, needed_bytes: int, host: Host) -> None:
-    """Raise ResourceError if loading would take more RAM than is free."""
-    free = host.available_bytes()
-    if free < needed_bytes:
-        raise ResourceError(
-            f"not enough RAM: {settings.model_dir} needs about {needed_bytes / GIB:.1f} GiB and "
-            f"{free / GIB:.1f} GiB is free; stop other programs, raise the memory limit, or see `glm53 plan`"
-        )
-
-
 def engine_loader(settings: Settings, device: str) -> LoadEngine:
     """A function that loads the engine for `device`, called by the server on a thread of its own."""
     if device == "cpu":
@@ -125,7 +117,15 @@ def engine_loader(settings: Settings, device: str) -> LoadEngine:
             from ..engine.cpu import CpuEngine
         except ImportError as e:
             raise DeviceError(f"the CPU engine is not installed ({e}); pip install 'glm53[cpu]'") from None
-        return lambda progress: CpuEngine.load(settings, progress)
+        chosen = {name for name, source in settings.sources.items() if source != "default"}
+        options: dict[str, Any] = {
+            "threads": settings.ct_threads or len(settings.ct_cpus or ()),
+            "context": settings.cache_tokens if "cache_tokens" in chosen else 0,
+            "max_streams": settings.autosplit_max_batch_size,
+        }
+        if "chunk_size" in chosen:
+            options["prefill_chunk"] = settings.chunk_size
+        return lambda progress: CpuEngine.load(settings.model_dir, progress=progress, **options)
     try:
         from ..engine.exllama import ExllamaEngine
     except ImportError as e:
@@ -170,11 +170,13 @@ def _serve(settings: Settings, path: Path, load: LoadEngine) -> int:
 
     from ..tokenizer import Tokenizer
 
-    progress = Progress()
+    options, tokenizer, progress = server_options(settings), Tokenizer(path), Progress()
+    start_logging(quiet_loading=progress.redraws)
 
     def load_engine(report: ProgressCall) -> Engine:
         def both(stage: str, fraction: float) -> None:
-            progress.update(stage, fraction)
+            if progress.redraws:
+                progress.update(stage, fraction)
             report(stage, fraction)
 
         try:
@@ -182,5 +184,17 @@ def _serve(settings: Settings, path: Path, load: LoadEngine) -> int:
         finally:
             progress.close()
 
-    say(f"glm53: {settings.mode} mode, {path}, http://{settings.host}:{settings.port}")
-    return int(serve(server_options(settings), load_engine, Tokenizer(path)) or 0)
+    say(f"glm53: {settings.mode} mode, {path}")
+    serve(options, load_engine, tokenizer)
+    return 0
+
+
+def start_logging(quiet_loading: bool) -> None:
+    """Log to stderr: bare lines under systemd, which adds the time. A drawn progress bar replaces loading lines."""
+    handler = logging.StreamHandler()
+    if quiet_loading:
+        handler.addFilter(lambda record: not str(record.msg).startswith("loading:"))
+    form = "%(message)s" if "JOURNAL_STREAM" in os.environ else "%(asctime)s %(message)s"
+    logging.basicConfig(level=logging.INFO, handlers=[handler], format=form, datefmt="%H:%M:%S")
+    for noisy in ("asyncio", "httpx", "transformers", "huggingface_hub"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
