@@ -8,12 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from glm53.server.protocol.events import Answer, Event, collect
-from glm53.server.protocol.output import OutputParser
-
 import glm53
 from glm53.chat import Tool, parse_tools
 from glm53.engine.protocol import Finish, Token
+from glm53.server.protocol.events import Answer, Event, collect
+from glm53.server.protocol.output import OutputParser
 from glm53.tokenizer import Tokenizer
 
 TINY = Path(glm53.__file__).parent / "models" / "tiny"

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from glm53.server.protocol.events import ContentText, ReasoningText, ToolCallArgs, ToolCallEnd, ToolCallStart, collect
 from protocol_helpers import TOOLS1, TOOLS1_RAW, ends, events_of, parser, run, splits, token
 
 from glm53.chat import parse_tools
+from glm53.server.protocol.events import ContentText, ReasoningText, ToolCallArgs, ToolCallEnd, ToolCallStart, collect
 
 
 def arguments(answer: Any, i: int = 0) -> Any:
