@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the HTTP server itself costs: tokens per second through SSE when the engine costs nothing, and /health meanwhile.
+"""What the HTTP server itself costs: tokens per second through SSE with an engine that costs nothing, and /health.
 
     python3 bench/server_overhead.py                      # starts `glm53 serve --scripted` on one core by itself
     python3 bench/server_overhead.py --url http://host:30000
@@ -212,9 +212,8 @@ def main(argv: list[str]) -> int:
         if args.json:
             Path(args.json).write_text(text + "\n", encoding="utf-8")
         print(f"tokens/s through SSE  {figures['tokens_per_s']:>10,.0f}   bar {BAR_TOKENS_PER_S:,}   {_word(fast)}")
-        print(
-            f"/health p99           {figures['health_p99_ms']:>7.1f} ms   bar {BAR_HEALTH_P99_MS:g} ms   {_word(prompt)}"
-        )
+        p99 = f"{figures['health_p99_ms']:.1f} ms"
+        print(f"/health p99           {p99:>10}   bar {BAR_HEALTH_P99_MS:g} ms   {_word(prompt)}")
         print(json.dumps(figures))
     return 0 if figures["passed"] else 1
 

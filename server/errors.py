@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from aiohttp import web
 
 from glm53.errors import EngineError, Glm53Error, QueueFull, RequestError
+
+log = logging.getLogger("glm53.server")
 
 MAX_MESSAGE = 600  # characters of an error text; a client's own text may be quoted in it
 
@@ -89,6 +92,12 @@ def reply_for(error: BaseException) -> ErrorReply | None:
     if isinstance(error, web.HTTPException):
         return _of_aiohttp(error)
     return None
+
+
+def unforeseen(request_id: str) -> ErrorReply:
+    """Log the exception being handled with its traceback; what the client is told of it."""
+    log.exception("%s: unforeseen error", request_id)
+    return ErrorReply(500, f"internal error; the log has it under {request_id}", code="internal_error")
 
 
 def _of_aiohttp(error: web.HTTPException) -> ErrorReply:

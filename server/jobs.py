@@ -21,7 +21,7 @@ from glm53.errors import EngineError
 from .admission import Ticket
 from .body import read_body
 from .errors import HttpError, Unavailable
-from .state import STATE, STOPPING, ServerState
+from .state import NOTE, REQUEST_ID, STATE, STOPPING, ServerState
 
 SLICE = 64  # tokens handled at a time, so that a burst does not hold the event loop for more than a few ms
 
@@ -34,7 +34,7 @@ class Job:
         self.state = state
         self.engine = engine
         self.body = body
-        self.id: str = request["id"]
+        self.id: str = request[REQUEST_ID]
         self.route = request.path
         self.streamed = False
         self.started_s = time.monotonic()
@@ -82,7 +82,7 @@ class Job:
         if self.streams:
             usages = [s.usage for s in self.streams]
             prompt, answer = usages[0].prompt_tokens, sum(u.completion_tokens for u in usages)
-            self.request["note"] = f", {prompt} + {answer} tokens" + self.request.get("note", "")
+            self.request[NOTE] = f", {prompt} + {answer} tokens" + self.request.get(NOTE, "")
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from aiohttp import web
 
@@ -83,7 +84,8 @@ class Server:
         started = time.monotonic()
         loading = self._start_loader()
         stopping = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {loading, stopping}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if not loading.done():
             loading.cancel()

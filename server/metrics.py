@@ -62,7 +62,7 @@ class Metrics:
 
     def __init__(self, state: ServerState) -> None:
         self.registry = CollectorRegistry()
-        own = {"registry": self.registry, "namespace": "glm53"}
+        own: dict[str, Any] = {"registry": self.registry, "namespace": "glm53"}
         self._requests = Counter("requests", "Requests by route and status", ["route", "status"], **own)
         self._prompt = Counter("prompt_tokens", "Prompt tokens of admitted streams", **own)
         self._cached = Counter("cached_tokens", "Prompt tokens taken from the prefix cache", **own)

@@ -16,8 +16,8 @@ from aiohttp.typedefs import Handler
 
 from glm53 import __version__
 
-from .errors import ErrorReply, HttpError, reply_for
-from .state import STATE, ServerState
+from .errors import ErrorReply, HttpError, reply_for, unforeseen
+from .state import NOTE, REQUEST_ID, STATE, ServerState
 
 log = logging.getLogger("glm53.server")
 
@@ -42,7 +42,7 @@ def error_response(reply: ErrorReply, path: str) -> web.Response:
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give the request an id; when it has ended, one log line and its metrics."""
     state = request.app[STATE]
-    request["id"] = f"req-{uuid.uuid4().hex[:16]}"
+    request[REQUEST_ID] = f"req-{uuid.uuid4().hex[:16]}"
     started, status = time.monotonic(), CLIENT_GONE
     try:
         response = await handler(request)
@@ -53,7 +53,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
         state.metrics.request_ended(route, status, time.monotonic() - started)
         if state.options.log_requests and request.method == "POST":
             seconds = time.monotonic() - started
-            log.info("%s %s %d %.3f s%s", request["id"], route, status, seconds, request.get("note", ""))
+            log.info("%s %s %d %.3f s%s", request[REQUEST_ID], route, status, seconds, request.get(NOTE, ""))
 
 
 def _route_name(request: web.Request) -> str:
@@ -70,11 +70,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except (asyncio.CancelledError, ClientConnectionResetError):
         raise
     except Exception as error:
-        reply = reply_for(error)
-        if reply is None:
-            log.exception("%s: unforeseen error", request["id"])
-            reply = ErrorReply(500, f"internal error; the log has it under {request['id']}", code="internal_error")
-        request["note"] = f" ({reply.code or reply.param or 'error'})"
+        reply = reply_for(error) or unforeseen(request[REQUEST_ID])
+        request[NOTE] = f" ({reply.code or reply.param or 'error'})"
         return error_response(reply, request.path)
 
 
@@ -106,8 +103,8 @@ def allowed_origin(request: web.Request) -> str | None:
 async def decorate(request: web.Request, response: web.StreamResponse) -> None:
     """Headers every reply carries, streams and errors included (an `on_response_prepare` signal)."""
     response.headers["Server"] = f"glm53/{__version__}"
-    if "id" in request:
-        response.headers["x-request-id"] = request["id"]
+    if REQUEST_ID in request:
+        response.headers["x-request-id"] = request[REQUEST_ID]
     if origin := allowed_origin(request):
         response.headers["Access-Control-Allow-Origin"] = origin
         response.headers["Access-Control-Expose-Headers"] = "x-request-id, retry-after"

@@ -16,6 +16,7 @@ from types import TracebackType
 from aiohttp import web
 
 from .options import ServerOptions
+from .state import REQUEST_ID
 
 log = logging.getLogger("glm53.server")
 
@@ -72,6 +73,6 @@ class SseResponse:
                 await self.write(PING)
 
     def _drop(self, seconds: float) -> None:
-        log.warning("%s: the client took nothing for %.0f s; dropped", self._request["id"], seconds)
+        log.warning("%s: the client took nothing for %.0f s; dropped", self._request[REQUEST_ID], seconds)
         if self._request.transport is not None:
             self._request.transport.abort()

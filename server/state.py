@@ -23,6 +23,7 @@ from .errors import Unavailable
 from .metrics import Metrics
 from .options import ServerOptions
 from .prompt import PromptBuilder
+from .protocol.requests import RequestDefaults
 
 if TYPE_CHECKING:
     from .jobs import Job
@@ -64,6 +65,10 @@ class ServerState:
             raise Unavailable(STOPPING, code="shutting_down", retry_after_s=10)
         raise Unavailable(f"the server is not serving ({self.phase})", code=self.phase)
 
+    def defaults(self) -> RequestDefaults:
+        """What a request gets for fields it leaves out."""
+        return RequestDefaults(vocab_size=self.engine_or_503().info.vocab_size)
+
     async def run_sized(self, size: int, work: Callable[[], T]) -> T:
         """`work()` here if its input of `size` bytes is small, else on a thread, so that the event loop stays free."""
         if size <= INLINE_BYTES:
@@ -75,4 +80,6 @@ class ServerState:
         self._workers.shutdown(wait=False, cancel_futures=True)
 
 
+REQUEST_ID = web.RequestKey("request_id", str)
+NOTE = web.RequestKey("note", str)  # what the log line says besides route, status and time
 STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)

@@ -229,13 +229,15 @@ async def _life(server: Server, bound: threading.Event, failure: list[BaseExcept
         await server.close()
 
 
-def start_server(options: ServerOptions, load: Callable[..., Engine], tokenizer: Tokenizer) -> LiveServer:
+def start_server(
+    options: ServerOptions, load: Callable[..., Engine], tokenizer: Tokenizer, notifier: Notifier | None = None
+) -> LiveServer:
     loop = asyncio.new_event_loop()
     bound = threading.Event()
     failure: list[BaseException] = []
 
     async def make() -> Server:
-        return Server(create_app(options, tokenizer), load, Notifier({}))
+        return Server(create_app(options, tokenizer), load, notifier or Notifier({}))
 
     server = loop.run_until_complete(make())
 

@@ -1,0 +1,61 @@
+"""A parsed conversation as work for the engine: rendered, encoded, fitted into the context, one stream a choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from glm53.engine.protocol import Engine
+from glm53.errors import RequestError
+
+from .generation import Work
+from .prompt import Prompt, fit
+from .protocol.output import OutputParser
+from .protocol.requests import ChatCall
+from .state import ServerState
+
+
+@dataclass(frozen=True, slots=True)
+class ChatWork:
+    """A conversation ready for `generation.submit`."""
+
+    call: ChatCall
+    prompt: Prompt
+    works: list[Work]
+
+
+def render_prompt(state: ServerState, call: ChatCall) -> Prompt:
+    """Token ids of the conversation. Raises RequestError if a Jinja template refuses it."""
+    return state.prompts.chat(call.messages, call.tools, call.chat, call.template_kwargs)
+
+
+def chat_work(state: ServerState, engine: Engine, call: ChatCall) -> ChatWork:
+    """Everything that can be refused is refused here. Raises RequestError or PromptTooLong. May run on any thread."""
+    decoding = call.decoding
+    check_choices(state, decoding.n)
+    prompt = render_prompt(state, call)
+    max_tokens = fit(len(prompt.ids), decoding.max_tokens, engine.info.context)
+    works = [
+        Work(
+            prompt_ids=prompt.ids,
+            max_tokens=max_tokens,
+            parser=OutputParser(
+                state.tokenizer,
+                thinking_open=prompt.thinking,
+                tools=call.tools,
+                stop=decoding.stop,
+                single_call=not call.parallel_tool_calls,
+                keep_tokens=decoding.top_logprobs is not None,
+            ),
+            seed_offset=index,
+        )
+        for index in range(decoding.n)
+    ]
+    return ChatWork(call, prompt, works)
+
+
+def check_choices(state: ServerState, n: int) -> None:
+    """Raise RequestError if one request asks for more answers than this server allows."""
+    limit = state.options.max_n
+    if n > limit:
+        message = f"Invalid 'n': this server answers at most {limit} times per request (setting max_n), not {n}."
+        raise RequestError(message, param="n", code="integer_above_max_value")
