@@ -115,8 +115,11 @@ class SteppableHostDevice final : public HostDevice {
 
     void stream_synchronize(StreamHandle stream) override {
         const std::lock_guard lock(mutex_);
-        run_all_locked();
-        if (!queues_[stream].empty()) throw DeviceFailure("host device: stream_synchronize would never return");
+        std::deque<Operation>& queue = queues_[stream];
+        while (step_locked(queue)) {
+        }
+        if (!queue.empty()) run_all_locked();  // it waits for another stream; else those stay held back
+        if (!queue.empty()) throw DeviceFailure("host device: stream_synchronize would never return");
     }
 
     void fail_pin_after(int chunks) override {

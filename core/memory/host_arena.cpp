@@ -54,10 +54,11 @@ class File {
     File(const File&) = delete;
     File& operator=(const File&) = delete;
 
-    struct stat status() const {
+    FileVersion version() const {
         struct stat status{};
         if (fstat(fd_, &status) != 0) throw ArenaError("cannot stat '" + path_ + "': " + errno_text(errno));
-        return status;
+        return {static_cast<std::uint64_t>(status.st_size),
+                status.st_mtim.tv_sec * 1'000'000'000 + status.st_mtim.tv_nsec};
     }
 
     void read(std::byte* dst, std::size_t bytes, std::uint64_t offset) const {
@@ -80,10 +81,6 @@ class File {
     const std::string path_;
     const int fd_;
 };
-
-bool same_version(const struct stat& a, const struct stat& b) {
-    return a.st_size == b.st_size && a.st_mtim.tv_sec == b.st_mtim.tv_sec && a.st_mtim.tv_nsec == b.st_mtim.tv_nsec;
-}
 
 // Sums the kB lines `Rss` and `AnonHugePages` of the mappings that overlap [begin, end).
 void add_smaps(std::uintptr_t begin, std::uintptr_t end, ArenaStats& stats) {
@@ -175,12 +172,13 @@ std::size_t HostArena::reserve(std::size_t bytes) {
 }
 
 void HostArena::read_file(const std::string& path, std::uint64_t file_offset, std::size_t arena_offset,
-                          std::size_t bytes) {
+                          std::size_t bytes, std::optional<FileVersion> expected) {
     WriteScope scope(*this, arena_offset, bytes);
     const File file(path);
-    const struct stat before = file.status();
+    const FileVersion before = file.version();
+    if (expected && before != *expected) throw ArenaError("'" + path + "' changed since its header was read");
     file.read(data_ + arena_offset, bytes, file_offset);
-    if (!same_version(before, file.status())) throw ArenaError("'" + path + "' changed while it was read");
+    if (file.version() != before) throw ArenaError("'" + path + "' changed while it was read");
     scope.finish(bytes);
 }
 

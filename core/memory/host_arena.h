@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -28,6 +29,13 @@ struct ArenaError : std::runtime_error {
 };
 
 enum class ArenaState : int { Empty = 0, Filling = 1, Sealed = 2 };
+
+// What tells that a file is still the one whose header was parsed.
+struct FileVersion {
+    std::uint64_t bytes = 0;
+    std::int64_t mtime_ns = 0;  // as Python's os.stat().st_mtime_ns
+    bool operator==(const FileVersion&) const = default;
+};
 
 struct ArenaStats {
     std::size_t bytes = 0;         // as asked for
@@ -61,8 +69,10 @@ class HostArena {
     std::size_t reserve(std::size_t bytes);
 
     // Reads file bytes [file_offset, + bytes) to arena_offset. ArenaError naming path and offsets for a file that
-    // cannot be opened, ends early, or whose size or mtime differs between before and after the read.
-    void read_file(const std::string& path, std::uint64_t file_offset, std::size_t arena_offset, std::size_t bytes);
+    // cannot be opened, ends early, or whose version differs from `expected` (if given) or between before and after the
+    // read.
+    void read_file(const std::string& path, std::uint64_t file_offset, std::size_t arena_offset, std::size_t bytes,
+                   std::optional<FileVersion> expected = std::nullopt);
     void write(std::size_t arena_offset, const void* src, std::size_t bytes);
 
     void seal();

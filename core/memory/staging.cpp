@@ -62,8 +62,10 @@ StagingBuffers::Buffer& StagingBuffers::expect(int layer, StagingState wanted, c
 
 bool StagingBuffers::begin(int layer, StreamHandle copy_stream) {
     if (find(layer) >= 0) throw StagingError("staging begin: layer " + std::to_string(layer) + " has a buffer already");
-    for (Buffer& buffer : buffers_) {
+    for (int i = 0; i < kBuffers; ++i) {
+        Buffer& buffer = buffers_[(next_ + i) % kBuffers];
         if (buffer.state != StagingState::Free) continue;
+        next_ = (next_ + i + 1) % kBuffers;
         device_->stream_wait(copy_stream, buffer.used);
         device_->stream_wait(copy_stream, buffer.filled);  // copies of a cancelled layer, if another stream had them
         buffer.state = StagingState::Filling;

@@ -83,6 +83,7 @@ class StagingBuffers {
     void* owned_ = nullptr;
     std::size_t copied_bytes_ = 0;
     std::array<Buffer, kBuffers> buffers_;
+    int next_ = 0;  // the buffer that has been free longest: its last reader is the furthest along
 };
 
 }  // namespace glm53
