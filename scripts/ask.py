@@ -42,7 +42,11 @@ def _alive(pid: int) -> bool:
 def events(url: str, body: dict[str, object]):  # type: ignore[no-untyped-def]
     """The JSON events of one streamed POST, up to [DONE]."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=300) as reply:
+    try:
+        reply = urllib.request.urlopen(request, timeout=300)
+    except urllib.error.HTTPError as e:
+        sys.exit(f"error: HTTP {e.code}: {e.read().decode(errors='replace')[:500]}")
+    with reply:
         for raw in reply:
             line = raw.decode().strip()
             if line.startswith("data: ") and line != "data: [DONE]":

@@ -160,7 +160,7 @@ def layer_ms(misses: int, constants: Constants, cpu: bool) -> float:
         )
         for c in range(1, misses + 1)
     )
-    return min(splits, default=pcie_only) if misses else pcie_only
+    return min([pcie_only, *splits])
 
 
 def decode_tok_s(hits: float, constants: Constants, *, cpu: bool, shape: ModelShape = SHAPE) -> float:

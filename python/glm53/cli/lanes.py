@@ -87,7 +87,7 @@ def pcie(gpu: int) -> Lane:
         times.append((time.perf_counter() - start) / 50)
     rate = SHAPE.expert_bytes / GB / median(times)
     text = f"{rate:.1f} GB/s to the GPU, {median(times) * 1000:.3f} ms an expert"
-    return {"gb_s": round(rate, 1), "ms_per_expert": round(median(times) * 1000, 4), "text": text}
+    return {"gb_s": round(rate, 2), "ms_per_expert": round(median(times) * 1000, 4), "text": text}
 
 
 def cpu_kernel(settings: Settings, host: Host) -> Lane:
@@ -119,7 +119,7 @@ def cpu_kernel(settings: Settings, host: Host) -> Lane:
     each = median(times)
     rate = SHAPE.expert_bytes / GB / each
     text = f"{rate:.1f} GB/s of expert bytes, {each * 1000:.3f} ms an expert on {moe.threads} threads ({moe.isa})"
-    return {"gb_s": round(rate, 1), "ms_per_expert": round(each * 1000, 4), "threads": moe.threads, "text": text}
+    return {"gb_s": round(rate, 2), "ms_per_expert": round(each * 1000, 4), "threads": moe.threads, "text": text}
 
 
 def disk(model_dir: Path) -> Lane:

@@ -184,7 +184,7 @@ def _serve(settings: Settings, path: Path, load: LoadEngine) -> int:
         finally:
             progress.close()
 
-    say(f"glm53: {settings.mode} mode, {path}")
+    say(f"glm53: loading {path}")
     serve(options, load_engine, tokenizer)
     return 0
 

@@ -1,0 +1,195 @@
+"""The real command: one line on stderr for every wrong input, the right exit status, never a traceback."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import glm53
+from glm53.host import cuda_gpus
+
+TINY = Path(glm53.__file__).parent / "models" / "tiny"
+RESULT = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., RESULT]:
+    """Run `glm53 ARGS` with a clean environment."""
+
+    def call(*args: str, env: dict[str, str] | None = None) -> RESULT:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("GLM53_")}
+        return subprocess.run(
+            [sys.executable, "-m", "glm53", *args],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+            env={**clean, "HOME": str(tmp_path), **(env or {})},
+            stdin=subprocess.DEVNULL,
+        )
+
+    return call
+
+
+def one_line(done: RESULT, status: int, *parts: str) -> None:
+    """The command failed with `status` and one line on stderr that has all `parts`."""
+    assert done.returncode == status, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("glm53: error: ")
+    for part in parts:
+        assert part in lines[0]
+
+
+def serve_cpu(model: Path) -> list[str]:
+    return ["serve", "--device", "cpu", "--port", "0", "--model-dir", str(model)]
+
+
+def test_version_tells_build_gpu_and_kernels(run: Callable[..., RESULT]) -> None:
+    done = run("--version")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"glm53 {glm53.__version__}"
+    assert re.fullmatch(r"CUDA objects: (built in|not in this build)", lines[1])
+    assert re.match(r"GPU( \d+)?: ", lines[2])
+    assert re.match(r"CPU kernels: (scalar|avx2|avx512) ", lines[-1])
+
+
+@pytest.mark.parametrize("command", ["serve", "doctor", "plan", "pull", "service", "prepare", "pin"])
+def test_every_command_has_help(run: Callable[..., RESULT], command: str) -> None:
+    done = run(command, "--help")
+    assert done.returncode == 0
+    assert "usage: glm53 " + command in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["serve", "--prot", "1"], ["unknown argument --prot", "did you mean --port?"]),
+        (["serve", "--port", "99999"], ["port", "0 to 65535", "command line"]),
+        (["serve", "--port"], ["--port", "expected one argument"]),
+        (["serve", "-c", "5"], ["ambiguous option: -c could match -cs"]),
+        (["serve", "--config", "/nonexistent.toml"], ["/nonexistent.toml", "no such configuration file"]),
+        (["frobnicate"], ["invalid choice", "serve"]),
+        ([], ["COMMAND", "--help"]),
+        (["plan", "--gpu", "24"], ["--ram"]),
+        (["plan", "--gpu", "0", "--ram", "1"], ["--gpu must be above 0"]),
+    ],
+)
+def test_wrong_command_lines(run: Callable[..., RESULT], args: list[str], parts: list[str]) -> None:
+    one_line(run(*args), 78, *parts)
+
+
+def test_unknown_variable_and_broken_file(run: Callable[..., RESULT], tmp_path: Path) -> None:
+    one_line(run("serve", env={"GLM53_PROT": "1"}), 78, "GLM53_PROT", "did you mean GLM53_PORT?")
+    broken = tmp_path / "config.toml"
+    broken.write_text("port = [")
+    one_line(run("serve", "--config", str(broken)), 78, str(broken), "not valid TOML")
+
+
+def test_obsolete_variable_is_a_warning(run: Callable[..., RESULT]) -> None:
+    done = run("serve", "--print-config", env={"GLM53_CT_SWZ": "1"})
+    assert done.returncode == 0
+    assert "warning: GLM53_CT_SWZ is ignored" in done.stderr
+
+
+def test_last_value_wins_and_old_spellings_work(run: Callable[..., RESULT]) -> None:
+    done = run(
+        *["serve", "--print-config", "-cs", "1024", "-cs", "65536", "--max-batch-size", "2", "-chunk_size", "4096"],
+        *["-ambs", "1", "--no-download"],
+    )
+    assert done.returncode == 0, done.stderr
+    for line in ("cache_tokens = 65536", "max_batch_size = 2", "chunk_size = 4096", "autosplit_max_batch_size = 1"):
+        assert line in done.stdout
+    assert "download = false" in done.stdout
+
+
+@pytest.mark.skipif(bool(cuda_gpus()[0]), reason="this machine has a GPU")
+@pytest.mark.parametrize("args", [["serve"], ["serve", "--device", "cuda"], ["serve", "--demo"], ["prepare"], ["pin"]])
+def test_without_a_gpu_a_normal_start_fails_loudly(run: Callable[..., RESULT], args: list[str]) -> None:
+    one_line(run(*args), 1, "no usable GPU", "glm53 doctor", "--device cpu")
+
+
+def test_wrong_path(run: Callable[..., RESULT], tmp_path: Path) -> None:
+    one_line(run(*serve_cpu(tmp_path / "absent")), 78, "absent: no such folder", "--model-dir")
+
+
+def test_empty_folder_that_may_not_be_filled(run: Callable[..., RESULT], tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    one_line(run(*serve_cpu(empty), "--no-download"), 78, "empty: the folder is empty", "glm53 pull")
+
+
+def test_gguf_file_and_folder(run: Callable[..., RESULT], tmp_path: Path) -> None:
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    one_line(run(*serve_cpu(folder)), 78, "a GGUF model", "EXL3")
+    one_line(run(*serve_cpu(folder / "model.gguf")), 78, "a GGUF file", "EXL3")
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the bundled checkpoint to damage."""
+    target = tmp_path / "model"
+    shutil.copytree(TINY, target)
+    return target
+
+
+def edit_config(model: Path, **changes: object) -> None:
+    path = model / "config.json"
+    config = json.loads(path.read_text())
+    config.update(changes)
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def test_plain_hugging_face_folder(run: Callable[..., RESULT], copy: Path) -> None:
+    edit_config(copy, quantization_config=None)
+    one_line(run(*serve_cpu(copy)), 78, "not an EXL3 checkpoint", "glm53 pull")
+
+
+def test_another_architecture(run: Callable[..., RESULT], copy: Path) -> None:
+    edit_config(copy, model_type="llama")
+    one_line(run(*serve_cpu(copy)), 78, "'llama'", "glm5_next")
+
+
+def test_corrupt_json(run: Callable[..., RESULT], copy: Path) -> None:
+    (copy / "config.json").write_text('{"model_type": ')
+    one_line(run(*serve_cpu(copy)), 78, "config.json: not valid JSON", "download the file again")
+
+
+def test_weights_missing_or_truncated(run: Callable[..., RESULT], copy: Path) -> None:
+    weights = copy / "model.safetensors"
+    data = weights.read_bytes()
+    weights.unlink()
+    one_line(run(*serve_cpu(copy)), 78, "no *.safetensors")
+    weights.write_bytes(data[: len(data) // 2])
+    done = run(*serve_cpu(copy))
+    assert done.returncode == 78
+    assert "Traceback" not in done.stderr
+    assert "model.safetensors" in done.stderr.splitlines()[-1]
+
+
+def test_port_in_use(run: Callable[..., RESULT]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        done = run("serve", "--demo", "--device", "cpu", "--port", str(port))
+    one_line(done, 1, f"port {port} on 127.0.0.1 is in use", "--port")
+
+
+def test_address_of_another_machine(run: Callable[..., RESULT]) -> None:
+    done = run("serve", "--demo", "--device", "cpu", "--host", "192.0.2.1", "--port", "0")
+    one_line(done, 1, "192.0.2.1", "--host")
+
+
+def test_script_that_is_none(run: Callable[..., RESULT], tmp_path: Path) -> None:
+    script = tmp_path / "s.jsonl"
+    script.write_text("{}\n")
+    one_line(run("serve", "--scripted", str(script), "--port", "0"), 78, str(script), "line 1")

@@ -1,0 +1,170 @@
+"""Every requirement fails on a machine made to fail it, with its fix; a good machine passes them all."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from glm53.cli.lanes import cpu_kernel, disk, dram
+from glm53.config import load_settings
+from glm53.host import GIB, Gpu, Host
+from glm53.requirements import Check, requirements
+
+GOOD_GPU = Gpu(0, "NVIDIA GeForce RTX 3090", 24 * GIB - 300 * 2**20, (8, 6), "0000:41:00.0")
+
+
+@dataclass
+class Fake:
+    """A machine as files below a folder; the defaults meet every requirement."""
+
+    root: Path
+    gpus: tuple[Gpu, ...] = (GOOD_GPU,)
+    why: str = ""
+    driver: str | None = "580.65.06"
+    ram_gib: float = 256
+    memory_max: str = "max"
+    memlock: str = "unlimited"
+    huge_pages: str = "always [madvise] never"
+    flags: str = "fpu avx2 fma f16c avx512f"
+    cores: int = 24
+    modules: int = 8
+    link: tuple[str, str] = ("16.0 GT/s PCIe", "16")
+    programs: tuple[str, ...] = ("g++", "nvcc")
+    installed: tuple[str, ...] = ("exllamav3",)
+    cuda_built: bool = True
+    mode: str = "fast"
+    checkpoint: bool = True
+    extra: dict[str, str] = field(default_factory=dict)
+
+    def _write(self, path: str, text: str | bytes) -> None:
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(text.encode() if isinstance(text, str) else text)
+
+    def build(self) -> Host:
+        self._write("proc/meminfo", f"MemTotal: {int(self.ram_gib * 2**20)} kB\nMemAvailable: {2**20} kB\n")
+        self._write("proc/cpuinfo", f"model name : Test CPU\nflags : {self.flags}\n")
+        self._write("proc/self/limits", f"Limit\nMax locked memory         {self.memlock}   {self.memlock}   bytes\n")
+        self._write("proc/self/cgroup", "0::/system.slice/glm53.service\n")
+        self._write("sys/fs/cgroup/system.slice/memory.max", self.memory_max + "\n")
+        self._write("sys/kernel/mm/transparent_hugepage/enabled", self.huge_pages)
+        for cpu in range(self.cores * 2):
+            pair = f"{cpu % self.cores},{cpu % self.cores + self.cores}"
+            self._write(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", pair)
+        for slot in range(16):
+            size = 32768 if slot < self.modules else 0
+            self._write(f"sys/firmware/dmi/entries/17-{slot}/raw", bytes(12) + size.to_bytes(2, "little") + bytes(8))
+        device = "sys/bus/pci/devices/0000:41:00.0"
+        speed, width = self.link
+        for name, text in (("vendor", "0x10de"), ("class", "0x030000"), ("current_link_speed", "2.5 GT/s PCIe")):
+            self._write(f"{device}/{name}", text)
+        for name, text in (("current_link_width", width), ("max_link_speed", speed), ("max_link_width", "16")):
+            self._write(f"{device}/{name}", text)
+        for program in self.programs:
+            self._write(f"usr/bin/{program}", "")
+        if self.driver:
+            self._write("sys/module/nvidia/version", self.driver + "\n")
+        return Host(self.root, lambda: (self.gpus, self.why))
+
+    def checks(self) -> dict[str, Check]:
+        found = requirements(
+            self.build(),
+            self.mode,
+            self.root / "model",
+            cuda_built=self.cuda_built,
+            has_module=lambda name: name in self.installed,
+            checkpoint_there=self.checkpoint,
+        )
+        return {c.name: c for c in found}
+
+
+def test_a_good_machine_meets_every_requirement(tmp_path: Path) -> None:
+    checks = Fake(tmp_path).checks()
+    assert {c.name: c.verdict for c in checks.values()} == dict.fromkeys(checks, "ok")
+    assert all(c.fix == "" for c in checks.values())
+    assert checks["gpu"].found == "NVIDIA GeForce RTX 3090, 23.7 GiB, sm_86"
+    assert checks["cores"].found == "24 physical"
+    assert checks["pcie"].found == "4.0 x16 (now at 1.0)"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "verdict", "found", "fix"),
+    [
+        ("gpu", {"gpus": (), "why": "no NVIDIA driver"}, "failed", "no NVIDIA driver", "modprobe nvidia-uvm"),
+        ("gpu", {"gpus": (Gpu(0, "A2", 16 * GIB, (8, 6)),)}, "failed", "16.0 GiB", "larger card"),
+        ("driver", {"driver": "570.86.10"}, "failed", "570.86.10", "install NVIDIA driver 580"),
+        ("driver", {"driver": None}, "failed", "none", "install NVIDIA driver 580"),
+        ("pcie", {"link": ("8.0 GT/s PCIe", "16")}, "advice", "3.0 x16", "PCIe 4.0"),
+        ("pcie", {"link": ("16.0 GT/s PCIe", "8")}, "advice", "4.0 x8", "x16 slot"),
+        ("cuda objects", {"cuda_built": False}, "failed", "not in this build", "packaging/build.sh"),
+        ("exllamav3", {"installed": ()}, "failed", "not installed", "pip install 'glm53[cuda]'"),
+        ("compiler", {"programs": ("g++",)}, "failed", "no nvcc", "CUDA 13 toolkit"),
+        ("compiler", {"programs": ("nvcc",)}, "failed", "no g++", "apt install g++"),
+        ("ram", {"ram_gib": 64}, "failed", "64 GiB", "add memory"),
+        ("ram", {"ram_gib": 128}, "advice", "128 GiB", "close other programs"),
+        ("memory limit", {"memory_max": str(100 * GIB)}, "failed", "100 GiB", "raise MemoryMax"),
+        ("memlock", {"memlock": str(8 * 2**20)}, "advice", "0.01 GiB", "LimitMEMLOCK=infinity"),
+        ("huge pages", {"huge_pages": "always madvise [never]"}, "advice", "never", "echo madvise"),
+        ("instructions", {"flags": "fpu fma f16c"}, "failed", "no avx2", "--mode exact"),
+        ("cores", {"cores": 8}, "advice", "8 physical", "--mode exact"),
+        ("cores", {"cores": 16}, "advice", "16 physical", "glm53 plan"),
+        ("memory channels", {"modules": 4}, "advice", "4 modules", "module in every channel"),
+    ],
+)
+def test_each_requirement_fails_alone(  # noqa: PLR0917
+    tmp_path: Path, name: str, change: dict[str, object], verdict: str, found: str, fix: str
+) -> None:
+    checks = Fake(tmp_path, **change).checks()  # type: ignore[arg-type]
+    check = checks[name]
+    assert (check.verdict, found in check.found, fix in check.fix) == (verdict, True, True), check
+    others = {c.name: c.verdict for c in checks.values() if c.name != name and not (name == "gpu" and c.name == "pcie")}
+    assert set(others.values()) == {"ok"}
+
+
+def test_disk_space_for_the_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Host, "disk_free_bytes", lambda self, path: 100 * GIB)
+    check = Fake(tmp_path, checkpoint=False).checks()["disk"]
+    assert (check.verdict, check.found, check.needed) == ("failed", "100 GiB free", "117 GiB")
+    assert "--model-dir" in check.fix
+    monkeypatch.setattr(Host, "disk_free_bytes", lambda self, path: 200 * GIB)
+    assert Fake(tmp_path, checkpoint=False).checks()["disk"].verdict == "ok"
+
+
+def test_exact_mode_needs_no_avx2_and_no_cores(tmp_path: Path) -> None:
+    checks = Fake(tmp_path, mode="exact", flags="fpu", cores=6).checks()
+    assert checks["instructions"].verdict == checks["cores"].verdict == "ok"
+
+
+def test_tightest_cgroup_limit_counts(tmp_path: Path) -> None:
+    fake = Fake(tmp_path, memory_max=str(150 * GIB))
+    host = fake.build()
+    fake._write("sys/fs/cgroup/system.slice/glm53.service/memory.max", str(90 * GIB))
+    assert host.cgroup_limit_bytes() == 90 * GIB
+
+
+def test_workers_are_one_per_core_with_two_left_free(tmp_path: Path) -> None:
+    assert Fake(tmp_path).build().worker_cpus() == list(range(2, 24))
+
+
+def test_lanes_give_rates_on_this_machine(tmp_path: Path) -> None:
+    assert dram(2)["gb_s"] > 0
+    kernel = cpu_kernel(load_settings({"ct_threads": 1}, env={}), Host())
+    assert kernel["gb_s"] > 0
+    assert kernel["ms_per_expert"] == pytest.approx(9.437184 / kernel["gb_s"], rel=0.2)
+    assert disk(tmp_path)["gb_s"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_reports_json_and_fails_here_without_a_gpu() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "glm53", "doctor", "--no-measure", "--json"], capture_output=True, text=True, check=False
+    )
+    report = json.loads(done.stdout)
+    failed = [c["name"] for c in report["checks"] if c["verdict"] == "failed"]
+    assert done.returncode == (1 if failed else 0)
+    assert {"gpu", "driver", "ram", "memlock", "instructions", "pcie", "disk", "compiler"} <= {
+        c["name"] for c in report["checks"]
+    }

@@ -1,0 +1,91 @@
+"""Sizing: the cost model reproduces the reference host, and moves the right way elsewhere."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from glm53.sizing import GIB, REFERENCE, SHAPE, Machine, decode_tok_s, expert_slots, layer_ms, plan
+
+HOST = Machine(gpu_bytes=24 * GIB, ram_bytes=256 * GIB)
+
+
+def test_expert_bytes_are_those_of_the_checkpoint() -> None:
+    assert SHAPE.expert_bytes == 9_437_184
+    assert SHAPE.routed_bytes == pytest.approx(114.15e9, rel=1e-3)
+
+
+def test_decode_of_the_reference_host_within_5_percent() -> None:
+    assert decode_tok_s(0.3635, REFERENCE, cpu=True) == pytest.approx(28.0, rel=0.05)
+    assert plan(HOST, mode="fast").decode_tok_s == pytest.approx(28.15, rel=0.05)
+
+
+def test_exact_decode_and_prefill_of_the_reference_host() -> None:
+    exact, fast = plan(HOST, mode="exact"), plan(HOST, mode="fast")
+    assert exact.decode_tok_s == pytest.approx(12.57, rel=0.06)
+    assert fast.prefill_8k_tok_s == pytest.approx(710, rel=0.05)
+    assert fast.prefill_32k_tok_s == pytest.approx(951, rel=0.05)
+    assert fast.slots == pytest.approx(1312, rel=0.02)
+    assert fast.ram_needed_bytes == pytest.approx(119e9, rel=0.02)
+
+
+@pytest.mark.parametrize(("misses", "best"), [(0, 0.10), (1, 0.214), (3, 0.422), (4, 0.5), (5, 0.526), (8, 0.838)])
+def test_layer_time_by_hand(misses: int, best: float) -> None:
+    """min over c of max(0.11 + 0.104 c, 0.10 + 0.40 (n - c)), worked out on paper."""
+    assert layer_ms(misses, REFERENCE, cpu=True) == pytest.approx(best)
+
+
+def test_a_slow_cpu_gets_nothing() -> None:
+    assert layer_ms(2, replace(REFERENCE, cpu_expert_ms=5.0), cpu=True) == pytest.approx(0.9)
+
+
+def test_pcie_alone_without_a_cpu_tier() -> None:
+    assert layer_ms(5, REFERENCE, cpu=False) == pytest.approx(0.1 + 5 * 0.4)
+
+
+@pytest.mark.parametrize(
+    "better",
+    [
+        Machine(gpu_bytes=48 * GIB, ram_bytes=256 * GIB),
+        Machine(gpu_bytes=24 * GIB, ram_bytes=256 * GIB, pcie_gb_s=50),
+        Machine(gpu_bytes=24 * GIB, ram_bytes=256 * GIB, cores=48, dram_gb_s=400),
+    ],
+)
+def test_a_better_machine_decodes_faster(better: Machine) -> None:
+    assert plan(better, mode="fast").decode_tok_s > plan(HOST, mode="fast").decode_tok_s
+
+
+def test_smaller_kv_cache_leaves_more_slots() -> None:
+    assert plan(HOST, cache_tokens=65536).slots > plan(HOST).slots
+
+
+def test_dram_bounds_the_cpu_lane() -> None:
+    many, few = Machine(24 * GIB, 256 * GIB, cores=200), Machine(24 * GIB, 256 * GIB, cores=100)
+    assert plan(many, mode="fast").decode_tok_s == plan(few, mode="fast").decode_tok_s
+
+
+def test_few_cores_get_exact_and_reasons_are_given() -> None:
+    assert plan(Machine(24 * GIB, 256 * GIB, cores=8)).mode == "exact"
+    assert plan(Machine(24 * GIB, 256 * GIB, avx2=False)).mode == "exact"
+    small = plan(Machine(8 * GIB, 64 * GIB, disk_free_bytes=GIB, avx2=False), mode="fast")
+    assert not small.fits
+    assert [r.split(":")[0].split(" ")[0] for r in small.reasons] == ["VRAM", "RAM", "disk", "fast"]
+
+
+def test_slots_never_exceed_the_experts() -> None:
+    assert expert_slots(10**13, 0) == 42 * 288
+    assert expert_slots(10**9, 2 * 10**9) == 0
+
+
+def test_the_command_prints_the_same_figures() -> None:
+    command = [sys.executable, "-m", "glm53", "plan", "--gpu", "24", "--ram", "256"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    value = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
+    assert value["slots"] == plan(HOST).slots
+    assert f"about {value['decode_tok_s']:.1f} tok/s" in text
+    assert "T 0.400 ms" in text
+    small = subprocess.run([*command[:-1], "64"], capture_output=True, text=True, check=False)
+    assert small.returncode == 1
+    assert "RAM: 111 GiB needed" in small.stdout

@@ -1,0 +1,108 @@
+"""The systemd unit: what install writes, what uninstall removes, and what systemd itself says of the unit."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from glm53.cli.service import unit_files, unit_text
+
+UNIT = "etc/systemd/system/glm53.service"
+
+
+def service(action: str, root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "glm53", "service", action, "--root", str(root)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def files_below(root: Path) -> set[str]:
+    return {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()}
+
+
+def test_install_prints_every_file_it_wrote_and_uninstall_removes_exactly_those(tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/hostname").write_text("host")
+    done = service("install", tmp_path)
+    assert done.returncode == 0, done.stderr
+    written = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("wrote ")}
+    assert written == {str(tmp_path / f) for f in files_below(tmp_path) - {"etc/hostname"}}
+    assert {UNIT, "etc/glm53/config.toml", "etc/modules-load.d/glm53.conf"} <= files_below(tmp_path)
+    done = service("uninstall", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert files_below(tmp_path) == {"etc/hostname"}
+    assert not (tmp_path / "etc/glm53").exists()
+
+
+def test_a_changed_configuration_is_the_users(tmp_path: Path) -> None:
+    service("install", tmp_path)
+    config = tmp_path / "etc/glm53/config.toml"
+    config.write_text('mode = "exact"\n')
+    assert f"kept    {config} (yours)" in service("install", tmp_path).stdout
+    assert config.read_text() == 'mode = "exact"\n'
+    assert "changed by you" in service("uninstall", tmp_path).stdout
+    assert files_below(tmp_path) == {"etc/glm53/config.toml"}
+
+
+def test_uninstall_without_install_says_so(tmp_path: Path) -> None:
+    done = service("uninstall", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "nothing to uninstall" in done.stderr
+
+
+def test_installed_unit_runs_this_environment(tmp_path: Path) -> None:
+    service("install", tmp_path)
+    line = re.search(r"^ExecStart=(\S+) serve$", (tmp_path / UNIT).read_text(), re.MULTILINE)
+    assert line
+    assert line[1] == str(Path(sys.prefix) / "bin" / "glm53")
+    done = service("install", tmp_path)  # again, over itself
+    assert done.returncode == 0
+
+
+def test_settings_of_the_unit_that_the_server_counts_on() -> None:
+    text = unit_text()
+    for line in ("Type=notify", "LimitMEMLOCK=infinity", "RestartPreventExitStatus=78", "Restart=on-failure"):
+        assert re.search(rf"^{line}$", text, re.MULTILINE), line
+    assert re.search(r"^WatchdogSec=\d+", text, re.MULTILINE)
+    for line in ("PrivateDevices", "MemoryDenyWriteExecute", "ProcSubset"):
+        assert not re.search(rf"^{line}=", text, re.MULTILINE), f"{line} breaks CUDA"
+        assert re.search(rf"^#  {line}", text, re.MULTILINE), f"{line} is left out without a reason"
+
+
+def test_every_hardening_line_stands_under_a_comment() -> None:
+    lines = (unit_files() / "glm53.service").read_text().split("# --- Hardening")[1].splitlines()
+    directives = [i for i, line in enumerate(lines) if re.match(r"[A-Z]\w+=", line) and "WantedBy" not in line]
+    assert len(directives) > 20
+    for i in directives:
+        above = next(line for line in reversed(lines[:i]) if not re.match(r"[A-Z]\w+=", line))
+        assert above.startswith("# "), f"{lines[i]}: no comment above"
+
+
+@pytest.fixture
+def analyze() -> str:
+    program = shutil.which("systemd-analyze")
+    if program is None:
+        pytest.skip("systemd-analyze is not installed (Debian: apt install systemd)")
+    return program
+
+
+def test_systemd_finds_no_fault_with_the_unit(analyze: str, tmp_path: Path) -> None:
+    path = tmp_path / "glm53.service"
+    path.write_text(unit_text())
+    done = subprocess.run([analyze, "verify", str(path)], capture_output=True, text=True, check=False)
+    complaints = [line for line in (done.stdout + done.stderr).splitlines() if "glm53" in line]
+    assert (done.returncode, complaints) == (0, [])
+
+
+def test_exposure_is_at_most_3_5(analyze: str, tmp_path: Path) -> None:
+    path = tmp_path / "glm53.service"
+    path.write_text(unit_text())
+    done = subprocess.run(
+        [analyze, "security", "--offline=yes", "--no-pager", str(path)], capture_output=True, text=True, check=False
+    )
+    score = re.search(r"exposure level for glm53.service: ([\d.]+)", done.stdout)
+    assert score, done.stderr
+    assert float(score[1]) <= 3.5
