@@ -11,13 +11,17 @@ from glm53.tokenizer import Tokenizer
 from .lifecycle import LoadEngine, Server, run
 from .middleware import authenticate, decorate, errors_as_json, observe, preflight
 from .options import ServerOptions
-from .routes import chat, info, page
+from .routes import chat, completions, generate, info, page
 from .state import STATE, ServerState
 
 __all__ = ["ROUTES", "LoadEngine", "Server", "ServerOptions", "create_app", "serve"]
 
 ROUTES = [
     web.post("/v1/chat/completions", chat.chat_completions),
+    web.post("/v1/completions", completions.completions),
+    web.post("/generate", generate.generate),
+    web.post("/tokenize", generate.tokenize),
+    web.post("/detokenize", generate.detokenize),
     web.get("/health", info.health),
     web.get("/health_generate", info.health_generate),
     web.get("/v1/models", info.models),

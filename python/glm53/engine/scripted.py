@@ -39,6 +39,7 @@ ENDS = (*END_TOKENS, "length", "error")
 KEYS = {"pieces", "end", "rate", "prefill_s"}
 POLL_S = 0.02
 IDLE_S = 0.5
+ID_CHARS = 32  # a piece is one token whatever its length; its id is that of its beginning
 BURST = 16  # tokens a stream without a rate gets before the next one has its turn
 REMEMBERED_PROMPTS = 8
 
@@ -137,7 +138,7 @@ def _parse_piece(index: int, piece: Any, tokenizer: Tokenizer) -> Token:
     if not isinstance(piece, str):
         raise ValueError(f'pieces[{index}] must be a string or {{"hex": ".."}}, not {piece!r}')
     special = tokenizer.special_ids([piece])
-    ids = [*special] or tokenizer.encode(piece) or [0]
+    ids = [*special] or tokenizer.encode(piece[:ID_CHARS]) or [0]
     return Token(id=ids[0], data=piece.encode("utf-8", "replace"))
 
 

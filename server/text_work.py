@@ -1,0 +1,61 @@
+"""Plain prompts (text or token ids) as work for the engine, and their teacher-forced scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from glm53.engine.protocol import Engine, TokenScore
+
+from .chat_work import check_choices
+from .generation import Work
+from .jobs import Job
+from .prompt import fit
+from .protocol.output import OutputParser
+from .protocol.requests import Decoding, Prompt
+from .state import ServerState
+
+
+@dataclass(frozen=True, slots=True)
+class TextWork:
+    """Prompts ready for `generation.submit`: `n` works for each prompt, in order."""
+
+    prompts: list[list[int]]
+    works: list[Work]
+
+
+def text_work(
+    state: ServerState,
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    decoding: Decoding,
+    *,
+    show_special: bool = False,
+    keep_tokens: bool = False,
+) -> TextWork:
+    """Encode and fit. Raises RequestError or PromptTooLong. May run on any thread."""
+    check_choices(state, decoding.n)
+    ids = [state.prompts.text(p) if isinstance(p, str) else list(p) for p in prompts]
+    works = []
+    for prompt in ids:
+        max_tokens = fit(len(prompt), decoding.max_tokens, engine.info.context)
+        for index in range(decoding.n):
+            parser = OutputParser(
+                state.tokenizer,
+                thinking_open=False,
+                raw=True,
+                stop=decoding.stop,
+                show_special=show_special,
+                keep_tokens=keep_tokens or decoding.top_logprobs is not None,
+            )
+            works.append(Work(prompt, max_tokens, parser, seed_offset=index))
+    return TextWork(ids, works)
+
+
+async def scores(job: Job, prompts: Sequence[Sequence[int]], top: int) -> list[list[TokenScore]]:
+    """Scores of each prompt's tokens, one prompt after another. Raises EngineError or the error of a time limit."""
+    try:
+        async with job.deadline():
+            return [await job.engine.score(prompt, top) for prompt in prompts]
+    except TimeoutError as e:
+        raise job.explain(e) from None
