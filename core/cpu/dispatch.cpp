@@ -11,11 +11,10 @@ std::vector<const Kernels*> available() {
     std::vector<const Kernels*> tables;
 #if defined(__x86_64__)
     const CpuFeatures& f = cpu_features();
-    [[maybe_unused]] const bool avx2 = f.avx2 && f.fma && f.f16c;
-    [[maybe_unused]] const bool avx512 =
-        f.avx512f && f.avx512bw && f.avx512vl && f.avx512dq && f.avx512vbmi && f.avx512vnni;
-    // if (avx2 && avx512) tables.push_back(&kAvx512Kernels);
-    // if (avx2) tables.push_back(&kAvx2Kernels);
+    const bool avx2 = f.avx2 && f.fma && f.f16c;
+    const bool avx512 = f.avx512f && f.avx512bw && f.avx512vl && f.avx512dq && f.avx512vbmi && f.avx512vnni;
+    if (avx2 && avx512) tables.push_back(&kAvx512Kernels);
+    if (avx2) tables.push_back(&kAvx2Kernels);
 #endif
     tables.push_back(&kScalarKernels);
     return tables;

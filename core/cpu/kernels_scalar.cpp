@@ -35,12 +35,13 @@ float quantise(const float* x, const uint16_t* suh, Activations* out, int row, i
     }
     const bool finite = std::isfinite(sum) && std::isfinite(largest);
     const float step = finite && largest > 0.0f ? largest / 32767.0f : 1.0f;
+    const float inverse = 1.0f / step;
     int16_t* values = out->values + row * out->stride + block * kBlock;
     int32_t* bias = out->bias + row * (out->stride / 64) + block * 2;
     for (int half = 0; half < 2; ++half) {
         int32_t total = 0;
         for (int i = half * 64; i < half * 64 + 64; ++i) {
-            const float rounded = finite ? std::nearbyint(v[i] / step) : 0.0f;
+            const float rounded = finite ? std::nearbyint(v[i] * inverse) : 0.0f;
             values[i] = static_cast<int16_t>(std::clamp(rounded, -32767.0f, 32767.0f));
             total += values[i];
         }

@@ -225,7 +225,9 @@ def test_bad_arguments() -> None:
         _core.CpuMoe(cpus=[100000])
     with pytest.raises(ValueError, match=r"x has shape \(1, 128\), expected \(1, 256\)"):
         moe = _core.CpuMoe(threads=1)
-        moe.forward(table, torch.zeros(1, 128), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), torch.zeros(1, 256))
+        moe.forward(
+            table, torch.zeros(1, 128), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), torch.zeros(1, 256)
+        )
     with pytest.raises(TypeError):  # a converted copy would lose the result
         moe.forward(
             table,
@@ -239,7 +241,9 @@ def test_bad_arguments() -> None:
 def test_addresses_and_pinned_workers() -> None:
     """Raw addresses into memory that Python keeps, and one worker pinned to each given CPU."""
     expert = make_expert(256, 128, 3, 0)
-    arena = {part: [np.array(expert.tensors[part][name].numpy()) for name in ("trellis", "suh", "svh")] for part in PARTS}
+    arena = {
+        part: [np.array(expert.tensors[part][name].numpy()) for name in ("trellis", "suh", "svh")] for part in PARTS
+    }
     table = _core.ExpertTable(1, 256, 128, LIMIT)
     for part, arrays in arena.items():
         places = [value for array in arrays for value in (array.ctypes.data, array.nbytes)]

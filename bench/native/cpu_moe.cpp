@@ -1,0 +1,220 @@
+// Times whole routed experts (CpuMoe::forward) on experts that do not fit in the caches, in their on-disk order.
+//
+// Every forward gives all its rows the same top_k experts, so that each expert is decoded once per call; the next call
+// takes the next experts, round the whole set. Variants (instruction set, rows, threads) and a plain read of the same
+// memory are interleaved, so that another load on the machine meets all of them. One JSON object on stdout.
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "common/half.h"
+#include "cpu/dispatch.h"
+#include "cpu/moe.h"
+#include "measure.h"
+
+using namespace glm53;
+
+namespace {
+
+struct Settings {
+    int experts = 44;
+    int hidden = 4096;
+    int intermediate = 2048;
+    int bits = 3;
+    int top_k = 8;
+    int rounds = 9;
+    int calls = 3;  // forwards a timed run
+};
+
+Settings parse(int argc, char** argv) {
+    Settings s;
+    const std::pair<const char*, int*> options[] = {
+        {"--experts", &s.experts}, {"--hidden", &s.hidden}, {"--intermediate", &s.intermediate},
+        {"--bits", &s.bits},       {"--top-k", &s.top_k},   {"--rounds", &s.rounds},
+        {"--calls", &s.calls}};
+    for (int i = 1; i < argc; ++i) {
+        bool known = false;
+        for (const auto& [name, value] : options) {
+            if (std::strcmp(argv[i], name) != 0) continue;
+            if (i + 1 == argc) throw std::invalid_argument(std::string(name) + " needs a value");
+            *value = std::atoi(argv[++i]);
+            known = true;
+            break;
+        }
+        if (!known) throw std::invalid_argument(std::string("unknown option ") + argv[i]);
+    }
+    if (s.experts < s.top_k || s.top_k < 1 || s.rounds < 1 || s.calls < 1) throw std::invalid_argument("bad settings");
+    return s;
+}
+
+// Random trellises in one mapping with huge pages where they are free, as the product's arena has them.
+class Experts {
+  public:
+    explicit Experts(const Settings& s)
+        : matrix_bytes_(static_cast<size_t>(s.hidden) * s.intermediate * s.bits / 8),
+          bytes_(matrix_bytes_ * 3 * s.experts),
+          table(s.experts, s.hidden, s.intermediate, 10.0f) {
+        constexpr size_t kHuge = 2 << 20;
+        void* map = mmap(nullptr, bytes_ + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (map == MAP_FAILED) throw std::bad_alloc();
+        data_ = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(map) + kHuge - 1) & ~(kHuge - 1));
+        madvise(data_, bytes_, MADV_HUGEPAGE);
+        std::mt19937_64 random(1);
+        for (size_t i = 0; i + 8 <= bytes_; i += 8) {
+            const uint64_t word = random();
+            std::memcpy(data_ + i, &word, 8);
+        }
+        const auto in = scales(s.hidden, 1.4f / std::sqrt(static_cast<float>(s.hidden)), random);
+        const auto in_down = scales(s.intermediate, 1.0f / std::sqrt(static_cast<float>(s.intermediate)), random);
+        for (int e = 0; e < s.experts; ++e) {
+            for (int part = 0; part < 3; ++part) {
+                const bool down = part == 2;
+                const std::span trellis(reinterpret_cast<std::byte*>(data_) + (e * 3 + part) * matrix_bytes_,
+                                        matrix_bytes_);
+                table.set(e, static_cast<cpu::Part>(part), trellis, std::as_bytes(std::span(down ? in_down : in)),
+                          std::as_bytes(std::span(scales(down ? s.hidden : s.intermediate, 1.0f, random))), s.bits);
+            }
+        }
+    }
+    const uint8_t* data() const { return data_; }
+    size_t bytes() const { return bytes_; }
+
+  private:
+    const std::vector<uint16_t>& scales(int count, float size, std::mt19937_64& random) {
+        auto values = std::make_unique<std::vector<uint16_t>>(count);
+        for (uint16_t& v : *values) v = float_to_half(random() & 1 ? size : -size);
+        kept_.push_back(std::move(values));
+        return *kept_.back();
+    }
+
+    size_t matrix_bytes_;
+    size_t bytes_;
+    uint8_t* data_ = nullptr;
+    std::vector<std::unique_ptr<std::vector<uint16_t>>> kept_;
+
+  public:
+    cpu::ExpertTable table;
+};
+
+struct Run {
+    double seconds_per_expert;
+    double bytes_per_second;
+    double bytes_per_cycle;
+};
+
+struct Variant {
+    cpu::CpuMoe* moe;
+    int rows;
+    std::vector<Run> runs;
+};
+
+// Calls forward `calls` times, each with the next top_k experts.
+Run time_forward(Variant& v, const Experts& experts, const Settings& s, int& next_expert) {
+    static std::vector<float> x, out, weights;
+    static std::vector<int64_t> picks;
+    std::mt19937 random(3);
+    std::normal_distribution<float> normal;
+    x.resize(static_cast<size_t>(v.rows) * s.hidden);
+    out.resize(x.size());
+    for (float& value : x) value = normal(random);
+    weights.assign(static_cast<size_t>(v.rows) * s.top_k, 1.0f / static_cast<float>(s.top_k));
+    picks.resize(weights.size());
+    const uint64_t bytes_before = v.moe->stats().expert_bytes;
+    const double clock_before = bench::clock_hz();
+    double seconds = 0;
+    for (int call = 0; call < s.calls; ++call) {
+        for (size_t i = 0; i < picks.size(); ++i) picks[i] = (next_expert + static_cast<int>(i) % s.top_k) % s.experts;
+        next_expert = (next_expert + s.top_k) % s.experts;
+        const double begin = bench::now();
+        v.moe->forward(experts.table, {x.data(), picks.data(), weights.data(), out.data(), v.rows, s.top_k});
+        seconds += bench::now() - begin;
+    }
+    const double clock = (clock_before + bench::clock_hz()) / 2;
+    const double rate = static_cast<double>(v.moe->stats().expert_bytes - bytes_before) / seconds;
+    return {seconds / (s.calls * s.top_k), rate, rate / clock};
+}
+
+double time_read(const Experts& experts, ThreadPool& pool) {
+    std::atomic<uint64_t> sink{0};
+    const double begin = bench::now();
+    pool.run([&](int worker) {
+        const size_t share = experts.bytes() / static_cast<size_t>(pool.size());
+        sink.fetch_xor(bench::read_all(experts.data() + share * worker, share - 2048));
+    });
+    return static_cast<double>(experts.bytes()) / (bench::now() - begin);
+}
+
+void print_list(const char* name, const std::vector<Run>& runs, double Run::* member, const char* end) {
+    std::printf("\"%s\": [", name);
+    for (size_t i = 0; i < runs.size(); ++i) std::printf("%s%.6g", i ? ", " : "", runs[i].*member);
+    std::printf("]%s", end);
+}
+
+void print_rates(const char* name, const std::vector<double>& values) {
+    std::printf("\"%s\": [", name);
+    for (size_t i = 0; i < values.size(); ++i) std::printf("%s%.6g", i ? ", " : "", values[i]);
+    std::printf("], ");
+}
+
+int run(const Settings& s) {
+    Experts experts(s);
+    std::vector<std::unique_ptr<cpu::CpuMoe>> moes;
+    std::vector<Variant> variants;
+    for (const std::string& isa : cpu::available_isas()) {
+        if (isa == "scalar") continue;
+        for (const int threads : {1, 2}) {
+            moes.push_back(std::make_unique<cpu::CpuMoe>(threads, std::span<const int>{}, isa));
+            for (const int rows : {1, 2, 4, 8}) {
+                if (threads == 1 || rows == 1) variants.push_back({moes.back().get(), rows, {}});
+            }
+        }
+    }
+    ThreadPool one(1), two(2);
+    std::vector<double> read_one, read_two, clocks;
+    int next_expert = 0;
+    for (int round = 0; round < s.rounds; ++round) {
+        read_one.push_back(time_read(experts, one));
+        read_two.push_back(time_read(experts, two));
+        clocks.push_back(bench::clock_hz());
+        for (Variant& v : variants) v.runs.push_back(time_forward(v, experts, s, next_expert));
+    }
+    std::printf(
+        "{\"settings\": {\"experts\": %d, \"hidden\": %d, \"intermediate\": %d, \"bits\": %d, \"top_k\": %d, "
+        "\"rounds\": %d, \"calls\": %d, \"bytes\": %zu}, ",
+        s.experts, s.hidden, s.intermediate, s.bits, s.top_k, s.rounds, s.calls, experts.bytes());
+    print_rates("read_bytes_per_second_1", read_one);
+    print_rates("read_bytes_per_second_2", read_two);
+    print_rates("clock_hz", clocks);
+    std::printf("\"variants\": [");
+    for (size_t i = 0; i < variants.size(); ++i) {
+        const Variant& v = variants[i];
+        std::printf("%s{\"isa\": \"%s\", \"rows\": %d, \"threads\": %d, ", i ? ", " : "", v.moe->isa(), v.rows,
+                    v.moe->threads());
+        print_list("seconds_per_expert", v.runs, &Run::seconds_per_expert, ", ");
+        print_list("bytes_per_second", v.runs, &Run::bytes_per_second, ", ");
+        print_list("bytes_per_cycle", v.runs, &Run::bytes_per_cycle, "}");
+    }
+    std::printf("]}\n");
+    return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    try {
+        return run(parse(argc, argv));
+    } catch (const std::exception& error) {
+        std::fprintf(stderr, "bench_cpu_moe: %s\n", error.what());
+        return 2;
+    }
+}
