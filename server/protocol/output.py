@@ -162,7 +162,7 @@ class OutputParser:
             pass
         if self._pos:
             self._base += self._pos
-            self._buf = self._buf[self._pos :]
+            self._buf = self._buf[self._pos :] if self._pos < len(self._buf) else ""
             self._pos = 0
 
     def _emit(self, event: Event) -> None:
@@ -211,7 +211,11 @@ class OutputParser:
     def _find(self, tags: Tags) -> tuple[str, str]:
         """Move past the text before the next tag and past the tag; returns both. Tag "" = none in the buffer."""
         buf, start = self._buf, self._pos
-        if match := tags.pattern.search(buf, start):
+        first = buf.find("<", start)
+        if first < 0:
+            self._pos = len(buf)
+            return (buf[start:] if start else buf), ""
+        if match := tags.pattern.search(buf, first):
             self._pos = match.start()
             return buf[start : self._pos], match[0]
         end = len(buf)
