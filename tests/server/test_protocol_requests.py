@@ -1,0 +1,427 @@
+"""Cases about what clients send; each test is named after its case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from protocol_helpers import TOOLS1_RAW
+
+from glm53.chat import ChatOptions, render, to_text
+from glm53.engine.protocol import SamplingParams
+from glm53.errors import RequestError
+from glm53.server.protocol.body import parse_body
+from glm53.server.protocol.requests import (
+    ChatCall,
+    RequestDefaults,
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_generate,
+    parse_tokenize,
+)
+from glm53.server.protocol.thinking import Thinking
+
+DEFAULTS = RequestDefaults(vocab_size=2084)
+U = [{"role": "user", "content": "x"}]
+
+
+def chat(**body: Any) -> ChatCall:
+    return parse_chat({"messages": U, **body}, DEFAULTS)
+
+
+def refused(param: str | None = None, code: str | None = None, parse: Any = parse_chat, **body: Any) -> RequestError:
+    with pytest.raises(RequestError) as e:
+        parse({"messages": U, **body} if parse is parse_chat else body, DEFAULTS)
+    assert "\n" not in str(e.value)
+    assert len(str(e.value)) < 500
+    if param is not None:
+        assert e.value.param == param
+    if code is not None:
+        assert e.value.code == code
+    return e.value
+
+
+def prompt_of(call: ChatCall) -> str:
+    return to_text(render(call.messages, call.tools, call.chat))
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"chat_template_kwargs": {"thinking": False}},
+        {"enable_thinking": False},
+        {"thinking": {"type": "disabled"}},
+        {"thinking": False},
+        {"reasoning": {"enabled": False}},
+        {"reasoning": {"effort": "none"}},
+        {"reasoning_effort": "none"},
+        {"reasoning_effort": "NONE", "enable_thinking": True},
+    ],
+)
+def test_b01_b10_thinking_off(switch: Any) -> None:
+    assert not chat(**switch).chat.thinking
+    assert prompt_of(chat(**switch)).endswith("<|assistant|><think></think>")
+
+
+@pytest.mark.parametrize(
+    ("effort", "shown"),
+    [
+        ("minimal", "Low"),
+        ("low", "Low"),
+        ("medium", "High"),
+        ("high", "High"),
+        ("xhigh", "Max"),
+        ("max", "Max"),
+        (None, "Max"),
+        ("LOW", "Low"),
+    ],
+)
+def test_b10_effort(effort: Any, shown: str) -> None:
+    for body in ({"reasoning_effort": effort}, {"reasoning": {"effort": effort}}):
+        call = chat(**body)
+        assert call.chat.thinking
+        assert f"Reasoning Effort: {shown}<" in prompt_of(call)
+
+
+def test_b10_bad_effort() -> None:
+    refused("reasoning_effort", reasoning_effort=7)
+    refused("reasoning_effort", reasoning_effort="hard")
+    assert not parse_chat({"messages": U}, RequestDefaults(thinking=Thinking(enabled=False))).chat.thinking
+    assert parse_chat(
+        {"messages": U, "enable_thinking": True}, RequestDefaults(thinking=Thinking(enabled=False))
+    ).chat.thinking
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"thinking_budget": 9},
+        {"thinking": {"type": "enabled", "budget_tokens": 9}},
+        {"reasoning": {"max_tokens": 9}},
+        {"chat_template_kwargs": {"thinking_budget": 9}},
+    ],
+)
+def test_thinking_budget(body: Any) -> None:
+    assert chat(**body).thinking_budget == 9
+
+
+def test_b05_prefill() -> None:
+    messages = [{"role": "user", "content": "json"}, {"role": "assistant", "content": '{"a":'}]
+    call = parse_chat({"messages": messages, "continue_final_message": True, "add_generation_prompt": False}, DEFAULTS)
+    assert prompt_of(call).endswith('<|assistant|><think></think>{"a":')
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    refused("continue_final_message", messages=messages, **both)
+    refused("continue_final_message", continue_final_message=True)
+
+
+def test_b09_response_format() -> None:
+    schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+    fmt = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    got = chat(response_format=fmt).decoding.response_format
+    assert (got.kind, got.schema) == ("json_schema", schema)
+    assert chat(response_format={"type": "json_object"}).decoding.response_format.kind == "json_object"
+    assert chat(response_format={"type": "text"}).decoding.response_format is None
+    refused("response_format.type", response_format={"type": "xml"})
+    refused("response_format.type", response_format={"json_schema": {}})
+    refused("response_format.json_schema.schema", response_format={"type": "json_schema", "json_schema": {"name": "a"}})
+    refused("response_format", response_format="json")
+
+
+NAMED = {"type": "function", "function": {"name": "write_file"}}
+
+
+def test_b30_tool_choice() -> None:
+    none = chat(tools=TOOLS1_RAW, tool_choice="none")
+    assert none.tools == ()
+    assert "# Tools" not in prompt_of(none)
+    named = chat(tools=TOOLS1_RAW, tool_choice=NAMED)
+    assert (named.tool_choice.mode, named.tool_choice.name, len(named.tools)) == ("named", "write_file", 2)
+    refused("tool_choice", tools=TOOLS1_RAW, tool_choice={"type": "function", "function": {"name": "nope"}})
+    for word in ("required", "any"):
+        refused("tool_choice", tool_choice=word)
+        assert chat(tools=TOOLS1_RAW, tool_choice=word).tool_choice.mode == "required"
+    refused("tool_choice", tool_choice=NAMED)
+    assert chat(tool_choice="none").tool_choice.mode == "none"
+    assert chat(tool_choice="auto").tools == ()
+    refused("tool_choice", tools=TOOLS1_RAW, tool_choice="sometimes")
+    refused("tool_choice", tools=TOOLS1_RAW, tool_choice=3)
+    refused("tool_choice.type", tools=TOOLS1_RAW, tool_choice={"type": "custom", "custom": {"name": "x"}})
+
+
+@pytest.mark.parametrize("mode", ["auto", "required", None])
+def test_b30_allowed_tools(mode: Any) -> None:
+    inner = {"mode": mode, "tools": [NAMED]}
+    for raw in ({"type": "allowed_tools", "allowed_tools": inner}, {"type": "allowed_tools", **inner}):
+        call = chat(tools=TOOLS1_RAW, tool_choice=raw)
+        assert [t.name for t in call.tools] == ["write_file"]
+        assert call.tool_choice.mode == (mode or "auto")
+    for bad in (None, [], {"tools": "x"}, {"tools": [{"name": "nope"}]}, {"tools": [], "mode": "any"}):
+        refused(tools=TOOLS1_RAW, tool_choice={"type": "allowed_tools", "allowed_tools": bad})
+
+
+def history(arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [*U, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize("arguments", ['{"path":"a"}', {"path": "a"}])
+def test_b32_history_arguments(arguments: Any) -> None:
+    assert "<tool_call>f<arg_key>path</arg_key><arg_value>a</arg_value></tool_call>" in prompt_of(
+        chat(messages=history(arguments))
+    )
+
+
+@pytest.mark.parametrize("arguments", ["", " ", None, "null", {}])
+def test_b32_empty_arguments(arguments: Any) -> None:
+    assert "<think></think><tool_call>f</tool_call>" in prompt_of(chat(messages=history(arguments)))
+
+
+@pytest.mark.parametrize("arguments", ["not json", "[1]", "3", 3, [1]])
+def test_b32_broken_arguments(arguments: Any) -> None:
+    refused("messages[1].tool_calls[0].function.arguments", messages=history(arguments))
+
+
+def test_b37_tools_edges() -> None:
+    for tools in ([], None):
+        assert chat(tools=tools).tools == ()
+    assert chat(tools=[{"type": "function", "function": {"name": "f"}}]).tools[0].parameters is None
+    assert chat(tools=[{"type": "function", "function": {"name": "f", "parameters": None}}]).tools[0].parameters is None
+    refused("tools[0].function", tools=[{"name": "f", "input_schema": {}}])
+    for kind in ("custom", "web_search"):
+        refused("tools[0].type", "unsupported_tool", tools=[{"type": kind, "custom": {"name": "f"}}])
+    refused("tools", tools=[TOOLS1_RAW[0], TOOLS1_RAW[0]])
+    for name in ("two words", "", None, 3, "a<b", "x" * 257):
+        refused("tools[0].function.name", tools=[{"type": "function", "function": {"name": name}}])
+    for bad in ("x", {}, [1], [None], [{"type": "function", "function": "f"}]):
+        refused(tools=bad)
+    refused("tools[0].function.parameters", tools=[{"type": "function", "function": {"name": "f", "parameters": "x"}}])
+    for calls in (None, []):
+        call = chat(messages=[*U, {"role": "assistant", "content": "a", "tool_calls": calls}])
+        assert call.messages[1].tool_calls == ()
+    refused("functions", functions=[{"name": "f"}])
+
+
+def test_b48_stream_options() -> None:
+    assert chat(stream=True, stream_options={"include_usage": True}).decoding.include_usage
+    assert not chat(stream=True, stream_options=None).decoding.include_usage
+    assert not chat(stream=True).decoding.include_usage
+    assert not chat(stream=False, stream_options={"include_usage": True}).decoding.include_usage
+
+
+@pytest.mark.parametrize("kind", ["image_url", "image", "input_audio", "file", "video_url", "odd", None, 3])
+@pytest.mark.parametrize("role", ["user", "assistant", "tool", "system"])
+def test_b50_parts_that_are_not_text(kind: Any, role: str) -> None:
+    part = {"type": kind, "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
+    content = [{"type": "text", "text": "see"}, part]
+    error = refused("messages[0].content[1]", "unsupported_content", messages=[{"role": role, "content": content}])
+    assert "AAAA" not in str(error)
+
+
+@pytest.mark.parametrize("messages", [[], None, "hi", [None], [{}], [{"role": "user"}], [{"role": "assistant"}], {}, 3])
+def test_b51_messages(messages: Any) -> None:
+    refused(messages=messages)
+
+
+def test_b51_more() -> None:
+    with pytest.raises(RequestError, match="Missing required parameter: 'messages'"):
+        parse_chat({}, DEFAULTS)
+    refused("messages[0].role", messages=[{"role": "robot", "content": "x"}])
+    refused("messages[0].role", messages=[{"role": ["user"], "content": "x"}])
+    refused("messages[0].content", messages=[{"role": "user", "content": 3}])
+    system = chat(messages=[{"role": "system", "content": "s"}])
+    assert prompt_of(system).endswith("<|system|>s<|assistant|><think>")
+    assert chat(messages=[{"role": "user", "content": None}]).messages[0].content == ""
+    refusal = chat(messages=[*U, {"role": "assistant", "content": None, "refusal": "no"}])
+    assert refusal.messages[1].content == "no"
+    legacy = [*U, {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}]
+    assert chat(messages=[*legacy, {"role": "function", "name": "f", "content": "r"}]).messages[2].role == "tool"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b" \n", b"{", b"[]", b'"x"', b"null", b"3", b'{"messages":[],}', b'{"a":"\xff"}', b'{"temperature":NaN}',
+        b'{"a":1e400}', b'{"a":' + b"[" * 2000 + b"]" * 2000 + b"}", '{"a":"é"}'.encode("latin-1"), b'{"a":"\n"}',
+        b'{"a":"\\ud83d"', b"\xef\xbb\xbf", b"{} {}", b'{"a":Infinity}', b"\x00",
+    ],
+)  # fmt: skip
+def test_b54_bad_json(raw: bytes) -> None:
+    with pytest.raises(RequestError) as e:
+        parse_body(raw)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "value"),
+    [
+        (b'\xef\xbb\xbf{"a":1}', 1),
+        (b'{"a":"a\\ud83d b"}', "a\ufffd b"),
+        (b'{"a":"\\uDE00\\ud83d"}', "\ufffd\ufffd"),
+        (b'{"a":"\\ud83d\\ude00"}', "😀"),
+        (b'{"a":"\\ud83d\\ud83d\\ude00"}', "\ufffd😀"),
+        (b'{"a":"\\ud83d\\ude00 \\\\ud83d \\ud83d"}', "😀 \\ud83d \ufffd"),
+        (b'{"a":1,"a":2}', 2),
+        (b'{"a":99999999999999999999}', 1e20),
+    ],
+)
+def test_b54_accepted_json(raw: bytes, value: Any) -> None:
+    assert parse_body(raw) == {"a": value}
+
+
+def test_b60_max_tokens() -> None:
+    def limit(**body: Any) -> int | None:
+        return chat(**body).decoding.max_tokens
+
+    assert limit() is None
+    assert limit(max_tokens=None) is None
+    assert limit(max_tokens=-1) is None
+    assert limit(max_tokens=0) == 0
+    assert limit(max_tokens=1) == 1
+    assert limit(max_tokens=5.0) == 5
+    assert limit(max_tokens=100_000_000) == 100_000_000
+    assert limit(max_tokens=5, max_completion_tokens=7) == 7
+    assert limit(max_tokens=5, max_completion_tokens=None) == 5
+    for bad in (-5, "abc", 1.5, True, []):
+        refused("max_tokens", max_tokens=bad)
+
+
+def test_b62_n() -> None:
+    assert chat().decoding.n == 1
+    assert chat(n=2).decoding.n == 2
+    for bad in (0, -1, 1000, "2", 1.5):
+        refused("n", n=bad)
+
+
+def test_b63_logprobs() -> None:
+    assert chat().decoding.top_logprobs is None
+    assert chat(logprobs=False, top_logprobs=0).decoding.top_logprobs is None
+    assert chat(logprobs=True).decoding.top_logprobs == 0
+    assert chat(logprobs=True, top_logprobs=None).decoding.top_logprobs == 0
+    assert chat(logprobs=True, top_logprobs=5).decoding.top_logprobs == 5
+    refused("top_logprobs", top_logprobs=5)
+    refused("top_logprobs", logprobs=True, top_logprobs=21)
+    refused("logprobs", logprobs=1)
+    assert parse_completion({"prompt": "a", "logprobs": 0}, DEFAULTS).decoding.top_logprobs == 0
+
+
+def test_b67_unknown_fields_and_nulls() -> None:
+    optional = [
+        "temperature", "top_p", "top_k", "min_p", "n", "stop", "stream", "stream_options", "max_tokens", "seed",
+        "tools", "max_completion_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs",
+        "top_logprobs",
+        "response_format", "tool_choice", "parallel_tool_calls", "reasoning_effort", "reasoning", "thinking",
+        "chat_template_kwargs", "enable_thinking", "continue_final_message", "add_generation_prompt", "ignore_eos",
+        "functions", "function_call", "thinking_budget", "stop_token_ids", "repetition_penalty", "clear_thinking",
+    ]  # fmt: skip
+    extra = {
+        "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "verbosity": "low", "web_search_options": {}, "user": "u", "foo": {"bar": 1}, "model": "anything",
+    }  # fmt: skip
+    assert chat(**dict.fromkeys(optional), **extra) == chat()
+    assert chat(parallel_tool_calls=False).parallel_tool_calls is False
+
+
+def test_b69_completions() -> None:
+    def prompts(raw: Any) -> Any:
+        return parse_completion({"prompt": raw}, DEFAULTS).prompts
+
+    assert prompts("a") == ("a",)
+    assert prompts(["a"]) == ("a",)
+    assert prompts(["a", "b"]) == ("a", "b")
+    assert prompts([1, 2]) == ((1, 2),)
+    assert prompts([[1], [2, 3]]) == ((1,), (2, 3))
+    for bad in ("", [], [[]], [""], None, 3, [1, "a"], ["a", 1], [1.5], [True], [-1], [2084], [None], {}):
+        refused(parse=parse_completion, prompt=bad)
+    refused("suffix", parse=parse_completion, prompt="a", suffix="b")
+    call = parse_completion({"prompt": "a", "echo": True, "suffix": None}, DEFAULTS)
+    assert call.echo
+    assert call.decoding.max_tokens == 16
+    refused("best_of", parse=parse_completion, prompt="a", best_of=3)
+
+
+def test_b69_generate() -> None:
+    def call(**body: Any) -> Any:
+        return parse_generate(body, DEFAULTS)
+
+    assert (call(text="a").prompts, call(text="a").batch) == (("a",), False)
+    assert (call(text=["a"]).prompts, call(text=["a"]).batch) == (("a",), True)
+    assert call(input_ids=[1, 2]).prompts == ((1, 2),)
+    assert call(input_ids=[[1], [2]]).batch
+    refused(parse=parse_generate, text="a", input_ids=[1])
+    refused(parse=parse_generate)
+    for bad in (
+        {"text": ""},
+        {"text": [1]},
+        {"text": 3},
+        {"input_ids": "a"},
+        {"input_ids": []},
+        {"input_ids": [99999]},
+    ):
+        refused(parse=parse_generate, **bad)
+    assert call(text="a", sampling_params=None).decoding.max_tokens == 128
+    for n in (0, 1):
+        assert call(text="a", sampling_params={"max_new_tokens": n}).decoding.max_tokens == n
+    scored = call(text="a", return_logprob=True, logprob_start_len=0, top_logprobs_num=3)
+    assert (scored.return_logprob, scored.logprob_start, scored.decoding.top_logprobs) == (True, 0, 3)
+    schema = call(text="a", sampling_params={"json_schema": '{"type": "object"}'}).decoding.response_format
+    assert schema.schema == {"type": "object"}
+    assert call(text="a", sampling_params={"regex": "[0-9]+"}).decoding.response_format.kind == "regex"
+    refused("sampling_params.temperature", parse=parse_generate, text="a", sampling_params={"temperature": -1})
+    refused(parse=parse_generate, text="a", sampling_params={"json_schema": "{"})
+
+
+def test_tokenize() -> None:
+    assert parse_tokenize({"prompt": "a"}, DEFAULTS).texts == ("a",)
+    assert parse_tokenize({"text": ["a", ""]}, DEFAULTS).batch
+    assert parse_tokenize({"messages": U}, DEFAULTS).chat.messages[0].content == "x"
+    for bad in ({}, {"prompt": 3}, {"prompt": ["a", 1]}):
+        refused(parse=parse_tokenize, **bad)
+    assert parse_detokenize({"tokens": [1, 2]}, DEFAULTS) == (1, 2)
+    for bad in ({}, {"tokens": "a"}, {"tokens": [-1]}, {"tokens": [10**9]}):
+        refused(parse=parse_detokenize, **bad)
+
+
+def test_b80_stream_must_be_a_boolean() -> None:
+    assert chat(stream=None).decoding.stream is False
+    for bad in ("true", 1, []):
+        refused("stream", stream=bad)
+
+
+def test_sampling() -> None:
+    body = {
+        "temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "presence_penalty": 1, "frequency_penalty": -1,
+        "repetition_penalty": 1.1, "seed": 3, "logit_bias": {"5": -100, "6": 1.5, "7": None},
+    }  # fmt: skip
+    assert chat(**body).decoding.sampling == SamplingParams(0, 0.5, 7, 0.1, 1, -1, 1.1, 3, {5: -100, 6: 1.5})
+    for off in (-1, 0, None):
+        assert chat(top_k=off).decoding.sampling.top_k == 0
+    assert chat(seed=-1).decoding.sampling.seed == 2**63 - 1
+    assert chat(seed=1e20).decoding.sampling.seed == 10**20 % 2**63
+    for key, bad in (
+        ("temperature", -0.1), ("temperature", "hot"), ("temperature", True), ("top_p", 1.1), ("top_k", -2),
+        ("min_p", 2),
+        ("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0), ("seed", "x"), ("seed", 1.5),
+        ("logit_bias", []), ("chat_template_kwargs", 1), ("enable_thinking", "no"), ("thinking", "x"),
+    ):  # fmt: skip
+        refused(key, **{key: bad})
+    refused("logit_bias.abc", logit_bias={"abc": 1})
+    refused("logit_bias.5", logit_bias={"5": 101})
+    refused("logit_bias.-5", logit_bias={"-5": 1})
+
+
+def test_stop() -> None:
+    assert chat(stop="a").decoding.stop == ("a",)
+    assert chat(stop=["a", "", "b"]).decoding.stop == ("a", "b")
+    assert chat(stop="").decoding.stop == ()
+    assert chat(stop_token_ids=[1, 2]).decoding.stop_ids == (1, 2)
+    for bad in (3, ["a", 1], ["a"] * 17, {}, ["x" * 2000]):
+        refused(stop=bad)
+
+
+def test_options_are_passed_on() -> None:
+    call = chat(chat_template_kwargs={"clear_thinking": True, "custom": 1})
+    assert call.chat == ChatOptions(clear_thinking=True)
+    assert call.template_kwargs["custom"] == 1
