@@ -8,6 +8,7 @@ config.json comes last, so that a folder without it is an unfinished download.
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -72,6 +73,7 @@ def check_space(target: Path, missing: Iterable[RemoteFile]) -> None:
 
 
 def _listing(repo: str, revision: str) -> tuple[str, list[RemoteFile]]:
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import HfApi
 
     with _Explained(repo, revision):

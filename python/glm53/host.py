@@ -95,12 +95,6 @@ class Host:
         """Installed RAM that the kernel manages."""
         return self._meminfo("MemTotal")
 
-    def available_bytes(self) -> int:
-        """RAM a new process can take without swapping, within the cgroup's limit."""
-        free = self._meminfo("MemAvailable")
-        limit = self.cgroup_limit_bytes()
-        return free if limit is None else max(0, min(free, limit - self._cgroup_used()))
-
     def _cgroup_dirs(self) -> list[str]:
         """cgroup v2 directories from this process's own up to the root, as paths below `root`."""
         match = re.search(r"^0::(/.*)$", self._read("proc/self/cgroup") or "", re.MULTILINE)
@@ -112,13 +106,6 @@ class Host:
         files = [f"{d}/memory.max" for d in self._cgroup_dirs()] + ["sys/fs/cgroup/memory/memory.limit_in_bytes"]
         limits = [int(text) for text in map(self._read, files) if text and text.isdigit()]
         return min((n for n in limits if n < 2**60), default=None)
-
-    def _cgroup_used(self) -> int:
-        """Bytes charged to this process's control group less the page cache, which the kernel gives back."""
-        own = self._cgroup_dirs()[0]
-        used = self._read(f"{own}/memory.current") or "0"
-        cached = re.search(r"^file (\d+)$", self._read(f"{own}/memory.stat") or "", re.MULTILINE)
-        return max(0, int(used) - (int(cached[1]) if cached else 0))
 
     def cpu_flags(self) -> frozenset[str]:
         """Instruction-set flags of the first CPU, as /proc/cpuinfo names them."""

@@ -193,3 +193,13 @@ def test_script_that_is_none(run: Callable[..., RESULT], tmp_path: Path) -> None
     script = tmp_path / "s.jsonl"
     script.write_text("{}\n")
     one_line(run("serve", "--scripted", str(script), "--port", "0"), 78, str(script), "line 1")
+
+
+def test_not_enough_ram(run: Callable[..., RESULT], tmp_path: Path) -> None:
+    """The real command in a process that believes it may take 1 MB."""
+    patch = tmp_path / "sitecustomize.py"
+    patch.write_text("import glm53.checkpoint.memory as memory\nmemory.available_ram = lambda *a: 10**6\n")
+    done = run(*serve_cpu(TINY), env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert re.search(r"GiB of RAM, 0.0 GiB are available: free memory", done.stderr.splitlines()[-1])

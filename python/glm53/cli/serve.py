@@ -196,5 +196,6 @@ def start_logging(quiet_loading: bool) -> None:
         handler.addFilter(lambda record: not str(record.msg).startswith("loading:"))
     form = "%(message)s" if "JOURNAL_STREAM" in os.environ else "%(asctime)s %(message)s"
     logging.basicConfig(level=logging.INFO, handlers=[handler], format=form, datefmt="%H:%M:%S")
-    for noisy in ("asyncio", "httpx", "transformers", "huggingface_hub"):
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it sets up its own logger, from this variable
+    for noisy in ("asyncio", "httpx", "huggingface_hub"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
