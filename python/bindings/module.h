@@ -5,4 +5,5 @@
 namespace glm53::bindings {
 void bind_build_info(nanobind::module_& m);
 void bind_cpu(nanobind::module_& m);
+void bind_runtime(nanobind::module_& m);
 }  // namespace glm53::bindings

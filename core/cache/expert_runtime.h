@@ -1,0 +1,112 @@
+// What the GPU engine's hooks call: keeps every MoE layer's address tables valid while experts move.
+//
+// Three ways a layer's experts are found, chosen by the caller per forward pass:
+//   decode   up to 64 picks. clock_step decides; misses are read at home, admitted ones copied first. On a CUDA device
+//            the policy state lives there and nothing here waits (cuda/expert_step.h).
+//   prompt   a short prompt chunk: the picks are counted and read where they are, slot or home.
+//   long prompt   begin_prompt ... enter_layer(0), enter_layer(1), ... finish_prompt: every layer's missing experts are
+//            copied one layer ahead into staging buffers; the layer's tables point there until finish_prompt.
+//
+// Invariant  outside a long prompt each table entry is the expert's slot or its home; both always hold its bytes. So
+//            an entry may be stale (home though resident), never wrong.
+// States     Ready -> Prompt (begin_prompt) -> Ready (finish_prompt, also after a failed pass). Between download and
+//            upload the host owns the policy state; every public call leaves it with the device.
+// Threads    one, the one that queues the forward passes; `compute` is always its stream.
+// Costs      decode and prompt: one call, one or two launches. begin_prompt, lend, take_back, refill, stats: two copies
+//            of the policy state (100 KiB) and a wait for `compute`, so they belong between forward passes.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "cache/expert_cache.h"
+#include "cuda/expert_step.h"
+#include "memory/host_arena.h"
+#include "memory/staging.h"
+
+namespace glm53 {
+
+struct ExpertRuntimeConfig {
+    ClockConfig clock;                    // layers, experts, slots and the policy's knobs
+    std::vector<std::size_t> part_bytes;  // gate, up, down
+    int segment_slots = 32;               // the unit of lending
+    int max_loading = 8;                  // refill copies in flight
+};
+
+struct RuntimeStats {
+    ExpertCacheStats cache;
+    PromptCounters prompts;
+    std::uint64_t staged_bytes = 0;  // copied into staging buffers
+    std::uint64_t staged_experts = 0;
+    std::uint64_t long_prompts = 0;
+    std::uint64_t host_waits = 0;  // times a call here waited for the compute stream
+};
+
+class ExpertRuntime {
+  public:
+    // layers: (layers) tables of (experts) entries and homes laid out like slots (parts 256-byte aligned, experts
+    // slot_bytes apart); both outlive this object. Sets all tables to home. DeviceFailure, std::invalid_argument.
+    ExpertRuntime(std::shared_ptr<Device> device, ExpertRuntimeConfig config, std::vector<LayerTables> layers);
+    ~ExpertRuntime();
+    ExpertRuntime(const ExpertRuntime&) = delete;
+    ExpertRuntime& operator=(const ExpertRuntime&) = delete;
+
+    // picks: (n) expert ids of `rows` rows, readable by the device.
+    void decode(int layer, const std::int64_t* picks, int n, int rows, StreamHandle compute);
+    void prompt(int layer, const std::int64_t* picks, int n, int rows, StreamHandle compute);
+
+    // stage_bytes: size of each of the two buffers, rounded down to whole experts, at least one.
+    void begin_prompt(std::size_t stage_bytes, StreamHandle compute, StreamHandle copy);
+    void enter_layer(int layer, const std::int64_t* picks, int n, int rows);
+    void finish_prompt();
+    bool in_prompt() const { return staging_active_; }
+    void free_staging();  // gives the buffers' memory back; not during a long prompt
+
+    // Lends the last segments until at least `bytes` are free for others, or none is left; returns the bytes lent by
+    // this call.
+    std::size_t lend(std::size_t bytes, StreamHandle compute);
+    // Takes lent segments back as empty slots while their memory can be had; returns how many slots came back.
+    int take_back(StreamHandle compute);
+    // Publishes finished background copies and starts new ones; returns how many are in flight.
+    int refill(int count, StreamHandle compute, StreamHandle copy);
+
+    std::vector<std::uint16_t> export_heat(StreamHandle compute);
+    void import_heat(std::span<const std::uint16_t> heat, StreamHandle compute);
+    void set_knobs(const ClockConfig& knobs, StreamHandle compute);
+    std::vector<std::int32_t> residency(StreamHandle compute);  // (layers * experts) slot or -1
+    std::vector<SlotMismatch> verify(StreamHandle compute);
+    RuntimeStats stats(StreamHandle compute);
+
+    std::size_t slot_bytes() const { return cache_->slot_bytes(); }
+
+  private:
+    struct DeviceMemory;  // the device's copies of tables' addresses, segments, copy list and counters
+
+    void check_layer(int layer) const;
+    bool on_device() const { return memory_ != nullptr; }
+    void download(StreamHandle compute);
+    void upload(StreamHandle compute);
+    std::uint64_t home(int layer, int expert) const;
+    std::uint64_t resident_or_home(int layer, int expert) const;
+    void point(int layer, int expert, std::uint64_t base);  // host tables only
+    void point_all(StreamHandle compute);
+    std::int64_t* mirror(int region, int layer, int part) const;
+    void write_tables(int region, int layer, StreamHandle compute);
+    void queue_layer(int layer);
+    std::size_t stage_run(int layer, int first, int count);
+
+    const std::shared_ptr<Device> device_;
+    const ExpertRuntimeConfig config_;
+    const std::vector<LayerTables> layers_;
+    std::unique_ptr<ExpertCache> cache_;
+    std::unique_ptr<HostArena> mirrors_;  // pinned images of all tables: [staged, restored]
+    std::unique_ptr<DeviceMemory> memory_;
+    std::unique_ptr<StagingBuffers> staging_;
+    StreamHandle compute_ = nullptr, copy_ = nullptr;
+    bool staging_active_ = false;
+    int entered_ = -1, queued_ = -1;
+    RuntimeStats totals_;
+};
+
+}  // namespace glm53

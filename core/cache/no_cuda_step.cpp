@@ -1,0 +1,16 @@
+// CPU build: the device's kernels do not exist; no CUDA device can be made either, so nothing calls these.
+#ifndef GLM53_HAVE_CUDA
+#include "cuda/expert_step.h"
+
+namespace glm53 {
+
+void launch_decode_step(const ExpertStepView&, int, const std::int64_t*, int, int, int, StreamHandle) {
+    throw DeviceFailure("this build has no CUDA kernels");
+}
+
+void launch_prompt_step(const ExpertStepView&, int, const std::int64_t*, int, int, bool, StreamHandle) {
+    throw DeviceFailure("this build has no CUDA kernels");
+}
+
+}  // namespace glm53
+#endif

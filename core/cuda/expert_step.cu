@@ -1,0 +1,138 @@
+#include "cuda/expert_step.h"
+
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "cache/clock.h"
+
+namespace glm53 {
+namespace {
+
+constexpr int kCopyBlocks = 16, kCopyThreads = 512, kCopyUnroll = 4;  // enough loads in flight for a full PCIe link
+
+__device__ std::uint64_t slot_address(const ExpertStepView& v, int slot) {
+    return v.segments[slot / v.segment_slots] + static_cast<std::uint64_t>(slot % v.segment_slots) * v.slot_bytes;
+}
+
+__device__ std::uint64_t home_address(const ExpertStepView& v, int layer, int expert) {
+    return v.layers[layer].home + static_cast<std::uint64_t>(expert) * v.slot_bytes;
+}
+
+__device__ void point(const ExpertStepView& v, int layer, int expert, std::uint64_t base) {
+    const LayerTables& tables = v.layers[layer];
+    for (int p = 0; p < kExpertParts; ++p) {
+        tables.part[p][expert] = static_cast<std::int64_t>(base + v.part_offset[p]);
+    }
+}
+
+__global__ void __launch_bounds__(kDecideThreads)
+    decide_kernel(ExpertStepView v, int layer, const std::int64_t* picks, int n, int rows, int max_admissions) {
+    __shared__ ClockStep step;
+    __shared__ ClockScratch scratch;
+    const WarpLanes lanes;
+    clock_step(clock_view(v.block, v.sizes), layer, picks, n, rows, max_admissions, step, scratch, lanes);
+    for (int u = lanes.lane(); u < step.unique; u += lanes.width()) {
+        if (step.evicted[u] >= 0) {
+            const int owner = step.evicted[u] / v.sizes.experts, expert = step.evicted[u] % v.sizes.experts;
+            point(v, owner, expert, home_address(v, owner, expert));
+        }
+    }
+    lanes.sync();
+    for (int u = lanes.lane(); u < step.unique; u += lanes.width()) {
+        const int expert = step.expert[u];
+        point(v, layer, expert, step.slot[u] >= 0 ? slot_address(v, step.slot[u]) : home_address(v, layer, expert));
+    }
+    if (lanes.lane() == 0) {
+        int count = 0;
+        for (int u = 0; u < step.unique; ++u) {
+            if (step.kind[u] != PickKind::Admitted) continue;
+            v.copies->from[count] = home_address(v, layer, step.expert[u]);
+            v.copies->to[count] = slot_address(v, step.slot[u]);
+            ++count;
+        }
+        v.copies->count = count;
+    }
+}
+
+// Plain loads of mapped host memory: they bypass no cache that could hold stale bytes, for homes never change.
+__global__ void __launch_bounds__(kCopyThreads) copy_kernel(const CopyList* list, std::uint64_t slot_bytes) {
+    const int count = list->count;
+    const std::uint64_t words = slot_bytes / sizeof(uint4);
+    const std::uint64_t stride = static_cast<std::uint64_t>(gridDim.x) * blockDim.x;
+    for (int c = 0; c < count; ++c) {
+        const auto* from = reinterpret_cast<const uint4*>(list->from[c]);
+        auto* to = reinterpret_cast<uint4*>(list->to[c]);
+        for (std::uint64_t i = blockIdx.x * static_cast<std::uint64_t>(blockDim.x) + threadIdx.x; i < words;
+             i += stride * kCopyUnroll) {
+            uint4 held[kCopyUnroll];
+#pragma unroll
+            for (int u = 0; u < kCopyUnroll; ++u) {
+                if (i + u * stride < words) held[u] = __ldcs(from + i + u * stride);
+            }
+#pragma unroll
+            for (int u = 0; u < kCopyUnroll; ++u) {
+                if (i + u * stride < words) to[i + u * stride] = held[u];
+            }
+        }
+    }
+}
+
+__global__ void __launch_bounds__(kPromptThreads)
+    prompt_kernel(ExpertStepView v, int layer, const std::int64_t* picks, int n, int rows, bool repoint) {
+    __shared__ std::int32_t counts[kMaxExperts];
+    __shared__ std::uint32_t distinct, missing;
+    const int experts = v.sizes.experts;
+    const ClockView state = clock_view(v.block, v.sizes);
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
+    if (threadIdx.x == 0) distinct = missing = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < n; i += blockDim.x) {
+        const std::int64_t e = picks[i];
+        if (e >= 0 && e < experts) atomicAdd(&counts[e], 1);
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+        const int slot = state.slot_of[layer * experts + e];
+        if (counts[e]) {
+            atomicAdd(&distinct, 1u);
+            if (slot < 0) atomicAdd(&missing, 1u);
+        }
+        if (repoint) point(v, layer, e, slot >= 0 ? slot_address(v, slot) : home_address(v, layer, e));
+    }
+    if (threadIdx.x < 32) clock_note_rows(state, layer, counts, rows, WarpLanes{});
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        v.prompts->passes += 1;
+        v.prompts->picks += static_cast<std::uint64_t>(n);
+        v.prompts->distinct += distinct;
+        v.prompts->missing += missing;
+    }
+}
+
+void check_launch(const char* kernel) {
+    const cudaError_t status = cudaGetLastError();
+    if (status == cudaSuccess) return;
+    throw DeviceFailure(std::string(kernel) + ": " + cudaGetErrorName(status) + " (" + cudaGetErrorString(status) +
+                        "); this build may lack code for this GPU's architecture");
+}
+
+}  // namespace
+
+void launch_decode_step(const ExpertStepView& view, int layer, const std::int64_t* picks, int n, int rows,
+                        int max_admissions, StreamHandle stream) {
+    const auto on = static_cast<cudaStream_t>(stream);
+    decide_kernel<<<1, kDecideThreads, 0, on>>>(view, layer, picks, n, rows, max_admissions);
+    check_launch("decide_kernel");
+    if (max_admissions <= 0) return;
+    copy_kernel<<<kCopyBlocks, kCopyThreads, 0, on>>>(view.copies, view.slot_bytes);
+    check_launch("copy_kernel");
+}
+
+void launch_prompt_step(const ExpertStepView& view, int layer, const std::int64_t* picks, int n, int rows, bool point,
+                        StreamHandle stream) {
+    prompt_kernel<<<1, kPromptThreads, 0, static_cast<cudaStream_t>(stream)>>>(view, layer, picks, n, rows, point);
+    check_launch("prompt_kernel");
+}
+
+}  // namespace glm53
