@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from glm53.engine.protocol import Engine, Progress
 from glm53.errors import ConfigError, EngineError, ResourceError
@@ -28,11 +29,25 @@ from .options import ServerOptions
 from .state import STATE, STOPPING, ServerState
 
 log = logging.getLogger("glm53.server")
+http_log = logging.getLogger("glm53.http")
 
 LoadEngine = Callable[[Progress], Engine]
 SWITCH_S = 0.001  # how long the engine thread may keep the interpreter lock from the event loop
 GOODBYE_S = 5.0  # time for the last error events to leave once streams are ended
 LOG_EVERY_S = 5.0
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """aiohttp logs a traceback for every malformed HTTP request; strangers must not be able to fill the log."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.exc_info = record.exc_text = None
+        record.levelno, record.levelname = logging.INFO, "INFO"
+        record.msg += f": malformed HTTP ({type(error).__name__})"
+    return True
+
+
+http_log.addFilter(_without_traceback)
 
 
 class Server:
@@ -44,7 +59,9 @@ class Server:
         self.url = ""
         self._load_engine = load_engine
         self._notifier = notifier or Notifier()
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, logger=http_log, shutdown_timeout=1.0
+        )
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._logged = ("", 0.0)

@@ -2,7 +2,7 @@
 
 Source: `tokenizer.json` (Hugging Face tokenizers, byte-level BPE). Added tokens ("<|user|>", "<think>", ...) are taken
 out of the encoder, so that a user who types one gets its letters; they are reachable by name through `special_id`.
-Thread-safe after construction (the tokenizers library releases the GIL while encoding).
+Thread-safe after construction; encoding releases the GIL.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text; no special token is ever produced, whatever the text says."""
-        return list(self._plain.encode(text, add_special_tokens=False).ids)
+        # The batch call, unlike `encode`, releases the GIL; without offsets it is also several times faster.
+        ids: list[int] = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
 
     def decode(self, ids: Iterable[int]) -> bytes:
         """UTF-8 bytes of the ids (special tokens as their text; ids outside the vocabulary as nothing)."""

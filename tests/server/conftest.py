@@ -121,6 +121,7 @@ class LiveServer:
     loop: asyncio.AbstractEventLoop
     thread: threading.Thread
     engine: Engine | None = None
+    key: dict[str, str] = field(default_factory=dict)
     failure: list[BaseException] = field(default_factory=list)
 
     @property
@@ -175,7 +176,7 @@ class LiveServer:
         return self.stream("/v1/chat/completions", {"messages": user("hi"), **(body or {}), **more})
 
     def stats(self) -> dict[str, Any]:
-        return self.get("/stats").json
+        return self.get("/stats", self.key).json
 
     def until(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 5) -> dict[str, Any]:
         """Poll /stats until `condition` holds; the statistics then."""
@@ -272,6 +273,7 @@ def start(tmp_path: Path, tokenizer: Tokenizer) -> Iterator[Start]:
         engine = ScriptedEngine(script, tokenizer, max_streams=max_streams, context=context)
         live = start_server(ServerOptions(**{"port": 0, "drain_s": 5.0, **options}), lambda p: engine, tokenizer)
         live.engine = engine
+        live.key = {"x-api-key": options["api_keys"][0]} if options.get("api_keys") else {}
         servers.append(live)
         live.until(lambda s: s["status"] == "ready")
         return live

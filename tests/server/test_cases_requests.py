@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 import time
 import zlib
 from typing import Any
@@ -131,12 +132,18 @@ def test_b56_chunked_one_byte_a_chunk(start: Start) -> None:
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
-def test_compressed_bodies(start: Start, encoding: str, pack: Any) -> None:
+def test_compressed_bodies(start: Start, caplog: pytest.LogCaptureFixture, encoding: str, pack: Any) -> None:
     live = start()
     data = pack(json.dumps({"messages": user("x")}).encode())
     assert live.post(CHAT, data, {**JSON, "Content-Encoding": encoding}).status == 200
-    refused(live.post(CHAT, data[: len(data) // 2], {**JSON, "Content-Encoding": encoding}))
-    refused(live.post(CHAT, b"not compressed", {**JSON, "Content-Encoding": encoding}))
+    for broken in (data[: len(data) // 2], b"not compressed"):
+        assert live.post(CHAT, broken, {**JSON, "Content-Encoding": encoding}).status == 400
+    assert "Traceback" not in caplog.text
+
+
+def test_a_corrupt_gzip_body_is_told_in_json(start: Start) -> None:
+    error = refused(start().post(CHAT, b"not compressed", {**JSON, "Content-Encoding": "gzip"}))
+    assert error["code"] == "bad_body"
 
 
 def test_a_zip_bomb_is_too_large(start: Start) -> None:
@@ -147,7 +154,7 @@ def test_a_zip_bomb_is_too_large(start: Start) -> None:
 
 
 def test_body_limit(start: Start) -> None:
-    live = start(max_body_bytes=MIB)
+    live = start(max_body_bytes=MIB, context=10**6)
     error = refused(live.chat(messages=user("x" * (2 * MIB))), 413)
     assert "1 MiB" in error["message"]
     assert live.chat(messages=user("x" * (MIB // 2))).status == 200
@@ -164,10 +171,8 @@ def test_b59_context_overflow_is_a_status_before_any_stream(start: Start) -> Non
         assert error["n_prompt_tokens"] > 64
 
 
-@pytest.mark.parametrize("letter", ["a", " ", "\n", "é"])
+@pytest.mark.parametrize("letter", ["a", " ", "\n"])
 def test_b59_b73_two_megabytes_without_a_break_block_nobody(start: Start, letter: str) -> None:
-    import threading
-
     live = start()
     body = {"prompt": letter * 2_000_000}
     done: list[Reply] = []
