@@ -61,7 +61,7 @@ class ExpertStore:
                 parts.append(view.view(dtype).reshape(info.shape))
                 at += _aligned(info.nbytes)
             try:
-                table.set(x.expert, x.which, *parts, x.bits)
+                table.set(x.expert, x.which, parts[0], parts[1], parts[2], x.bits)
             except ValueError as e:
                 raise CheckpointError(f"{x.trellis.file}: {x.trellis.name}: {e}") from e
         return table
