@@ -1,0 +1,273 @@
+"""Grammars over token ids: JSON answers, forced tool calls in GLM's format, and the limit on reasoning.
+
+Compiled by llguidance (github.com/guidance-ai/llguidance) to a mask per step. A grammar starts where the answer starts,
+after the reasoning. Special tokens are allowed only where a grammar names them, and those that end an answer only where
+the grammar may end.
+
+Threads: `Grammars` is shared and only read after construction; each constraint belongs to one stream and is advanced by
+the engine's thread. Cost: compiling is milliseconds (longer for large schemas), a mask well under one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+
+from .chat import Tool
+from .chat.segments import SPECIAL_NAMES
+from .engine.protocol import Constraint
+from .errors import EngineError, RequestError
+from .tokenizer import Tokenizer
+
+# Unbounded blank space between JSON tokens is a trap: a model that likes newlines never leaves it.
+WHITESPACE = {"whitespace_pattern": r"[\x20\x0A]{0,32}"}
+TEXT_RULES = "TEXT: /(?s:.*)/ & ~/(?s:.*)<\\/arg_value>(?s:.*)/\nKEY: /[^<>\\s]{1,128}/\n"
+END_THINK = b"</think>"
+
+Mask = NDArray[np.bool_]
+
+
+class Grammars:
+    """Compiles grammars for one checkpoint's tokenizer. `stop_ids` may be drawn where a grammar may end."""
+
+    def __init__(self, model_dir: Path, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        eos = tokenizer.special_id("<|endoftext|>")
+        source = (model_dir / "tokenizer.json").read_text(encoding="utf-8")
+        self._ll = LLTokenizer(source, n_vocab=tokenizer.size, eos_token=eos)
+        self._eos = eos
+        ids = tokenizer.special_ids(SPECIAL_NAMES)
+        # llguidance takes added tokens that are not marked special for text; the answer's parser does not
+        self._not_text = np.array(sorted(i for i in ids if not self._ll.is_special_token(i)), dtype=np.intp)
+
+    def json_object(self, stop_ids: frozenset[int]) -> Constraint:
+        """Any JSON object."""
+        return self.json_schema({"type": "object"}, stop_ids)
+
+    def json_schema(
+        self, schema: Mapping[str, Any], stop_ids: frozenset[int], param: str = "response_format"
+    ) -> Constraint:
+        """JSON that the schema accepts. Raises RequestError for a schema llguidance cannot enforce."""
+        return self._compile(_json_grammar(schema, param), stop_ids, param)
+
+    def regex(self, expression: str, stop_ids: frozenset[int], param: str = "regex") -> Constraint:
+        """Text that matches as a whole (Rust's regex syntax, without look-around)."""
+        return self._compile(LLMatcher.grammar_from_regex(expression), stop_ids, param)
+
+    def tool_calls(
+        self,
+        tools: Sequence[Tool],
+        stop_ids: frozenset[int],
+        *,
+        parallel: bool = True,
+        or_schema: Mapping[str, Any] | None = None,
+    ) -> Constraint:
+        """One call (or several) of these tools and nothing else, or with `or_schema` JSON that it accepts instead.
+
+        Arguments come in the schema's order, required ones always; values other than strings follow their schema,
+        unless that is one llguidance cannot enforce.
+        """
+        if or_schema is not None:
+            self._check(_json_grammar(or_schema, "response_format"), "response_format")
+        for typed in (True, False):
+            grammar = self._tool_grammar(tools, parallel, or_schema, typed)
+            if not LLMatcher.validate_grammar(grammar, self._ll):
+                break
+        return self._compile(grammar, stop_ids, "tools")
+
+    def _tool_grammar(
+        self, tools: Sequence[Tool], parallel: bool, or_schema: Mapping[str, Any] | None, typed: bool
+    ) -> str:
+        calls = "call+" if parallel else "call"
+        lines = [f"start: answer | {calls}" if or_schema is not None else f"start: {calls}"]
+        if or_schema is not None:
+            lines.append(f"answer: %json {json.dumps({**or_schema, 'x-guidance': WHITESPACE})}")
+        lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
+        for i, tool in enumerate(tools):
+            lines += self._call_rules(f"call_{i}", tool, typed)
+        return str(LLMatcher.grammar_from_lark("\n".join([*lines, TEXT_RULES])))
+
+    def _call_rules(self, rule: str, tool: Tool, typed: bool) -> list[str]:
+        parameters = tool.parameters or {}
+        properties = parameters.get("properties")
+        lines: list[str] = []
+        body = ""
+        if isinstance(properties, Mapping):
+            required = parameters.get("required")
+            names = [r for r in required if isinstance(r, str)] if isinstance(required, list) else []
+            for n, (key, schema) in enumerate(properties.items()):
+                argument = f"{rule}_{n}"
+                body += f" {argument}" + ("" if key in names else "?")
+                value, more = _value_rule(f"{argument}_value", schema, parameters) if typed else ("TEXT", [])
+                lines += [self._argument(argument, json.dumps(key, ensure_ascii=False), value), *more]
+        else:
+            body = f" {rule}_any*"
+            lines.append(self._argument(f"{rule}_any", "KEY", "TEXT"))
+        name = json.dumps(tool.name, ensure_ascii=False)
+        return [f"{rule}: {self._tag('<tool_call>')} {name}{body} {self._tag('</tool_call>')}", *lines]
+
+    def _argument(self, rule: str, key: str, value: str) -> str:
+        tag = self._tag
+        return (
+            f"{rule}: {tag('<arg_key>')} {key} {tag('</arg_key>')} {tag('<arg_value>')} {value} {tag('</arg_value>')}"
+        )
+
+    def _tag(self, name: str) -> str:
+        return f"<[{self.tokenizer.special_id(name)}]>"
+
+    def _check(self, grammar: str, param: str) -> None:
+        if error := LLMatcher.validate_grammar(grammar, self._ll):
+            reason = " ".join(error.split())[:300]
+            raise RequestError(f"Invalid '{param}': {reason}", param=param, code="unsupported_grammar")
+
+    def _compile(self, grammar: str, stop_ids: frozenset[int], param: str) -> Constraint:
+        self._check(grammar, param)
+        return _GrammarConstraint(LLMatcher(self._ll, grammar, log_level=0), self._eos, self._not_text, stop_ids)
+
+
+def _json_grammar(schema: Mapping[str, Any], param: str) -> str:
+    try:
+        return str(LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": WHITESPACE})))
+    except (ValueError, TypeError, RecursionError) as e:
+        raise RequestError(f"Invalid '{param}': {' '.join(str(e).split())[:300]}", param=param) from e
+
+
+def _value_rule(rule: str, schema: object, root: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """(what stands for a value, further rules): verbatim text where a string is possible, else JSON of the schema."""
+    if not isinstance(schema, Mapping):
+        return "TEXT", []
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(choices, list) and choices and all(isinstance(c, str) and c for c in choices):
+        return rule, [f"{rule}: " + " | ".join(json.dumps(c, ensure_ascii=False) for c in choices)]
+    if not _never_string(schema, root, 0):
+        return "TEXT", []
+    shared = {k: root[k] for k in ("$defs", "definitions") if k in root}
+    return rule, [f"{rule}: %json {json.dumps({**shared, **schema, 'x-guidance': WHITESPACE})}"]
+
+
+def _never_string(schema: object, root: Mapping[str, Any], depth: int) -> bool:
+    """True if the schema says that the value is not a string."""
+    if not isinstance(schema, Mapping) or depth > 16:
+        return False
+    ref = schema.get("$ref")
+    if isinstance(ref, str):
+        group, _, name = ref.removeprefix("#/").partition("/")
+        group_map = root.get(group)
+        return isinstance(group_map, Mapping) and _never_string(group_map.get(name), root, depth + 1)
+    kind = schema.get("type")
+    kinds = [kind] if isinstance(kind, str) else kind
+    if isinstance(kinds, list):
+        return "string" not in kinds
+    for name in ("anyOf", "oneOf"):
+        if isinstance(schema.get(name), list):
+            return all(_never_string(s, root, depth + 1) for s in schema[name])
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return isinstance(values, list) and not any(isinstance(v, str) for v in values)
+
+
+class _GrammarConstraint:
+    """An llguidance matcher as a Constraint. States: running -> ended (a stop id was drawn)."""
+
+    def __init__(self, matcher: LLMatcher, eos: int, not_text: NDArray[np.intp], stop_ids: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._eos = eos
+        self._not_text = not_text
+        self._stop_ids = stop_ids | {eos}
+        self._ended = False
+
+    def allowed(self, vocab_size: int) -> Mask | None:
+        if self._ended:
+            return None
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        mask = _sized(np.unpackbits(bits, bitorder="little").astype(np.bool_), vocab_size)
+        mask[self._not_text[self._not_text < vocab_size]] = False
+        may_end = self._matcher.is_accepting()
+        for i in self._stop_ids:
+            if i < vocab_size:
+                mask[i] = may_end
+        if not mask.any():
+            raise EngineError(f"the grammar allows no further token: {self._matcher.get_error()[:200] or 'dead end'}")
+        return mask
+
+    def accept(self, token_id: int) -> None:
+        if self._ended:
+            return
+        if token_id in self._stop_ids:
+            self._ended = True
+        elif not self._matcher.consume_token(token_id):
+            raise EngineError(f"the grammar does not allow the drawn token {token_id}")
+
+
+def _sized(mask: Mask, size: int) -> Mask:
+    if len(mask) >= size:
+        return mask[:size].copy()
+    return np.concatenate([mask, np.zeros(size - len(mask), dtype=np.bool_)])
+
+
+class ThinkingConstraint:
+    """Leaves the reasoning free, ends it after `budget` tokens, and hands over to `inner` when it has ended.
+
+    States: thinking -> answering. The reasoning ends with `</think>`, as the special token or spelled, or with
+    `call_ends` (tools were given) also with `<tool_call>`. While `inner` waits, the answer cannot end inside the
+    reasoning. Without `inner` an answer that opens `<think>` itself is back in thinking, on the same budget.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        inner: Constraint | None,
+        *,
+        thinking_open: bool,
+        stop_ids: frozenset[int],
+        budget: int | None = None,
+        call_ends: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._inner = inner
+        self._thinking = thinking_open
+        self._stop_ids = stop_ids
+        self._budget = budget
+        self._used = 0
+        self._tail = b""
+        self._call_ends = call_ends
+        self._call_id = tokenizer.special_id("<tool_call>")
+        self._think_id = tokenizer.special_id("<think>")
+        self._end_id = tokenizer.special_id("</think>")
+
+    def allowed(self, vocab_size: int) -> Mask | None:
+        if not self._thinking:
+            return self._inner.allowed(vocab_size) if self._inner else None
+        if self._budget is not None and self._used >= self._budget:
+            mask = np.zeros(vocab_size, dtype=np.bool_)
+            mask[self._end_id] = True
+            return mask
+        if self._inner is None:
+            return None
+        mask = np.ones(vocab_size, dtype=np.bool_)
+        mask[self._tokenizer.size :] = False  # padding rows of the output layer
+        mask[[i for i in self._stop_ids if i < vocab_size]] = False
+        return mask
+
+    def accept(self, token_id: int) -> None:
+        if not self._thinking:
+            if self._inner:
+                self._inner.accept(token_id)
+            elif token_id == self._think_id:
+                self._thinking = True
+            return
+        if token_id == self._call_id and self._call_ends:
+            self._thinking = False
+            if self._inner:
+                self._inner.accept(token_id)
+            return
+        self._used += 1
+        self._tail = (self._tail + self._tokenizer.token_bytes(token_id))[-64:]
+        if token_id == self._end_id or END_THINK in self._tail:
+            self._thinking = False
+            self._tail = b""

@@ -1,0 +1,292 @@
+"""Grammars as a sampler meets them: what they allow token by token, after the reasoning, and how answers may end."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+from protocol_helpers import TINY, TOOLS1, TOOLS1_RAW, ends, parser, tokenizer
+
+from glm53.chat import parse_tools
+from glm53.engine.protocol import Constraint, Token
+from glm53.errors import RequestError
+from glm53.grammar import Grammars
+from glm53.server.protocol.constraints import chat_constraint, text_constraint
+from glm53.server.protocol.events import Answer, collect
+from glm53.server.protocol.requests import RequestDefaults, parse_chat, parse_completion, parse_generate
+
+VOCAB = 2112  # more rows than the tokenizer has tokens, as in checkpoints
+STOP = tokenizer().special_ids(["<|endoftext|>", "<|user|>", "<|observation|>"])
+SCHEMA = {
+    "type": "object",
+    "properties": {"answer": {"type": "string"}, "n": {"type": "integer"}},
+    "required": ["answer"],
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+
+
+@cache
+def grammars() -> Grammars:
+    return Grammars(TINY, tokenizer())
+
+
+def constraint(thinking: bool = True, **body: Any) -> Constraint | None:
+    call = parse_chat({"messages": [{"role": "user", "content": "x"}], **body}, RequestDefaults())
+    return chat_constraint(grammars(), call, thinking_open=thinking, stop_ids=STOP)
+
+
+def ids(*pieces: str) -> list[int]:
+    out: list[int] = []
+    for piece in pieces:
+        special = tokenizer().special_ids([piece])
+        out += special or tokenizer().encode(piece)
+    return out
+
+
+def allows(c: Constraint, sequence: Sequence[int]) -> bool:
+    """Feed the ids; False at the first that the mask forbids."""
+    for i in sequence:
+        mask = c.allowed(VOCAB)
+        if mask is not None:
+            assert mask.shape == (VOCAB,)
+            assert not mask[tokenizer().size :].any()
+            if not mask[i]:
+                return False
+        c.accept(i)
+    return True
+
+
+def can_stop(c: Constraint) -> set[int]:
+    mask = c.allowed(VOCAB)
+    return set(STOP) if mask is None else {i for i in STOP if mask[i]}
+
+
+def walk(c: Constraint, seed: int, steps: int = 1500) -> tuple[list[int], Answer]:
+    """Draw uniformly from what is allowed, leaving strings and the answer as soon as that is possible."""
+    draw = random.Random(seed)
+    drawn: list[int] = []
+    closing = ids('"') + ids("}", "]", "</arg_value>", "</tool_call>", "</think>")
+    p = parser(tools=TOOLS1)
+    events: list[Any] = []
+    for _ in range(steps):
+        mask = c.allowed(VOCAB)
+        options = list(range(tokenizer().size)) if mask is None else mask.nonzero()[0].tolist()
+        stops = [i for i in options if i in STOP]
+        closers = [i for i in options if i in closing]
+        token = draw.choice(stops or (closers if closers and draw.random() < 0.3 else options))
+        c.accept(token)
+        if token in STOP:
+            return drawn, collect(events + p.finish(ends()["user"]))
+        drawn.append(token)
+        events += p.feed([Token(token, tokenizer().token_bytes(token))])
+    return drawn, collect(events + p.finish(ends()["length"]))
+
+
+def test_b09_schema_starts_after_the_reasoning() -> None:
+    c = constraint(response_format=FORMAT)
+    assert c is not None
+    assert allows(c, ids("some { thought", "<think>", "\n"))
+    assert not can_stop(c)
+    assert allows(c, ids("</think>"))
+    assert not allows(c, ids("Sure"))
+    c = constraint(response_format=FORMAT)
+    assert allows(c, ids("t", "</think>", '{"answer": "yes", "n": 3'))
+    assert not can_stop(c)
+    assert allows(c, ids("}"))
+    assert can_stop(c) == set(STOP)
+    assert allows(c, [min(STOP)])
+    assert c.allowed(VOCAB) is None
+
+
+def test_reasoning_closed_by_spelled_tag() -> None:
+    c = constraint(response_format=FORMAT)
+    tag = [i for ch in "</think>" for i in tokenizer().encode(ch)]
+    assert allows(c, [*ids("t"), *tag])
+    assert not allows(c, ids("Sure"))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_b09_random_answers_validate(seed: int) -> None:
+    c = constraint(thinking=False, response_format=FORMAT)
+    drawn, _ = walk(c, seed)
+    value = json.loads(tokenizer().decode(drawn))
+    assert isinstance(value["answer"], str)
+    assert isinstance(value.get("n", 0), int)
+    assert not any(tokenizer().special_name(i) for i in drawn)
+
+
+def test_json_object() -> None:
+    fmt = {"type": "json_object"}
+    assert allows(constraint(False, response_format=fmt), ids('{"a": [1, {"b": null}]}'))
+    assert not allows(constraint(False, response_format=fmt), ids("[1]"))
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "nonsense"}, {"not": {"type": "string"}}, {"$ref": "#/nowhere"}, {"type": 3}]
+)
+def test_unsupported_schema_is_refused(schema: Any) -> None:
+    with pytest.raises(RequestError) as e:
+        constraint(response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+    assert e.value.param == "response_format"
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "write_file"}}])
+def test_b30_forced_calls(choice: Any) -> None:
+    for seed in range(8):
+        c = constraint(thinking=seed % 2 == 0, tools=TOOLS1_RAW, tool_choice=choice, parallel_tool_calls=False)
+        if seed % 2 == 0:
+            assert allows(c, ids("thought"))
+            assert not can_stop(c)
+            assert allows(c, ids("</think>"))
+        assert not allows_any_text(c)
+        drawn, answer = walk(c, seed)
+        assert drawn[0] == tokenizer().special_id("<tool_call>")
+        assert answer.done.reason == "tool_calls"
+        assert len(answer.calls) == 1
+        assert answer.content == ""
+        check_arguments(answer.calls[0].name, json.loads(answer.calls[0].arguments))
+        if choice != "required":
+            assert answer.calls[0].name == "write_file"
+
+
+def allows_any_text(c: Constraint) -> bool:
+    return any(c.allowed(VOCAB)[i] for i in range(2048))
+
+
+def check_arguments(name: str, arguments: dict[str, Any]) -> None:
+    if name == "list_mailboxes":
+        assert arguments == {}
+        return
+    assert isinstance(arguments["path"], str)
+    kinds = {"mode": int, "exec": bool, "tags": list, "opts": dict, "ratio": (int, float)}
+    for key, kind in kinds.items():
+        assert isinstance(arguments.get(key, kind() if not isinstance(kind, tuple) else 0), kind)
+
+
+def test_b30_several_calls_if_parallel() -> None:
+    call = ids("<tool_call>", "list_mailboxes", "</tool_call>")
+    c = constraint(False, tools=TOOLS1_RAW, tool_choice="required")
+    assert allows(c, [*call, *call])
+    assert can_stop(c)
+    c = constraint(False, tools=TOOLS1_RAW, tool_choice="required", parallel_tool_calls=False)
+    assert not allows(c, [*call, *call])
+
+
+def test_b02_forced_call_inside_the_reasoning() -> None:
+    c = constraint(True, tools=TOOLS1_RAW, tool_choice="required", thinking_budget=3)
+    assert allows(c, ids("a", "<tool_call>", "list_mailboxes", "</tool_call>"))
+    assert can_stop(c)
+
+
+def test_call_arguments_follow_the_schema() -> None:
+    head = ids("<tool_call>", "write_file", "<arg_key>", "path", "</arg_key>", "<arg_value>")
+    mode = ids("</arg_value>", "<arg_key>", "mode", "</arg_key>", "<arg_value>")
+    c = constraint(False, tools=TOOLS1_RAW, tool_choice="required")
+    assert allows(c, [*head, *ids("a b\n\t<x>"), *mode, *ids("40", "</arg_value>", "</tool_call>")])
+    for bad in (
+        ids("<tool_call>", "other"),
+        ids("<tool_call>", "write_file", "</tool_call>"),
+        [*head, *mode, *ids("x")],
+    ):
+        assert not allows(constraint(False, tools=TOOLS1_RAW, tool_choice="required"), bad)
+    spelled = [i for ch in "</arg_value>" for i in tokenizer().encode(ch)]
+    assert not allows(constraint(False, tools=TOOLS1_RAW, tool_choice="required"), [*head, *spelled])
+
+
+TYPES = {
+    "e": ({"enum": ["a", 'b"\n']}, 'b"\n', "c"),
+    "i": ({"enum": [1, 2]}, "2", "3"),
+    "r": ({"$ref": "#/$defs/N"}, "7", "x"),
+    "u": ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "null", "true"),
+    "s": ({"type": ["string", "null"]}, "anything", None),
+    "w": ({"type": "array", "not": {}}, "[ what llguidance cannot enforce is free", None),
+}
+
+
+@pytest.mark.parametrize("key", TYPES)
+def test_argument_types(key: str) -> None:
+    schema, good, bad = TYPES[key]
+    parameters = {"properties": {key: schema}, "$defs": {"N": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    head = ids("<tool_call>", "f", "<arg_key>", key, "</arg_key>", "<arg_value>")
+    tail = ids("</arg_value>", "</tool_call>")
+    assert allows(constraint(False, tools=tools, tool_choice="required"), [*head, *ids(good), *tail])
+    if bad:
+        assert not allows(constraint(False, tools=tools, tool_choice="required"), [*head, *ids(bad), *tail])
+
+
+def test_tool_without_schema() -> None:
+    tools = [{"type": "function", "function": {"name": "größe"}}]
+    pairs = ids("<arg_key>", "k1", "</arg_key>", "<arg_value>", "any", "</arg_value>")
+    sequence = [*ids("<tool_call>", "größe"), *pairs, *pairs, *ids("</tool_call>")]
+    assert allows(constraint(False, tools=tools, tool_choice="required"), sequence)
+
+
+def test_format_with_tools_leaves_the_choice() -> None:
+    call = ids("<tool_call>", "list_mailboxes", "</tool_call>")
+    for sequence in (call, ids('{"answer": "x"}')):
+        c = constraint(False, tools=TOOLS1_RAW, response_format=FORMAT)
+        assert allows(c, sequence)
+        assert can_stop(c)
+    assert not allows(constraint(False, tools=TOOLS1_RAW, response_format=FORMAT), ids("text"))
+
+
+def test_thinking_budget() -> None:
+    c = constraint(thinking_budget=3)
+    assert allows(c, ids("a", "b", "c"))
+    mask = c.allowed(VOCAB)
+    assert mask.nonzero()[0].tolist() == [tokenizer().special_id("</think>")]
+    assert allows(c, ids("</think>", "free text"))
+    assert c.allowed(VOCAB) is None
+    assert constraint(thinking_budget=0).allowed(VOCAB).sum() == 1
+    short = constraint(thinking_budget=3)
+    assert allows(short, ids("a", "</think>", "b", "c", "d", "e"))
+    own = constraint(False, thinking_budget=1)
+    assert allows(own, ids("<think>", "a"))
+    assert own.allowed(VOCAB).sum() == 1
+
+
+def test_thinking_budget_does_not_cut_a_call() -> None:
+    c = constraint(thinking_budget=2, tools=TOOLS1_RAW)
+    assert allows(c, ids("a", "<tool_call>", "list_mailboxes", "</tool_call>"))
+    assert c.allowed(VOCAB) is None
+    text = constraint(thinking_budget=2)
+    assert allows(text, ids("a", "<tool_call>"))
+    assert text.allowed(VOCAB).sum() == 1
+
+
+def test_nothing_to_constrain() -> None:
+    assert constraint() is None
+    assert constraint(tools=TOOLS1_RAW) is None
+
+
+def test_completions_and_generate() -> None:
+    fmt = parse_completion({"prompt": "a", "response_format": FORMAT}, RequestDefaults()).decoding.response_format
+    assert allows(text_constraint(grammars(), fmt, STOP), ids('{"answer":""}'))
+    fmt = parse_generate(
+        {"text": "a", "sampling_params": {"regex": "[0-9]{2}"}}, RequestDefaults()
+    ).decoding.response_format
+    c = text_constraint(grammars(), fmt, STOP)
+    assert allows(c, ids("1"))
+    assert not can_stop(c)
+    assert allows(c, ids("2"))
+    assert can_stop(c)
+    with pytest.raises(RequestError):
+        grammars().regex("(?=x)", STOP)
+    assert text_constraint(grammars(), None, STOP) is None
+
+
+def test_tools_of_the_case_file_compile() -> None:
+    assert grammars().tool_calls(TOOLS1, STOP) is not None
+    many = parse_tools(
+        [
+            {"type": "function", "function": {"name": f"t{i}", "parameters": TOOLS1_RAW[0]["function"]["parameters"]}}
+            for i in range(60)
+        ]
+    )
+    assert grammars().tool_calls(many, STOP) is not None
