@@ -160,9 +160,20 @@ def server_options(settings: Settings) -> Any:
         cors_origins=settings.cors_origins,
         ping_s=settings.ping_s,
         write_timeout_s=settings.write_timeout_s,
-        chat_template=settings.chat_template,
+        chat_template=chat_template(settings),
         log_requests=settings.log_requests,
     )
+
+
+def chat_template(settings: Settings) -> str:
+    """What the server is to render with: "builtin" or a file. Raises ConfigError for a file that is not there."""
+    if settings.chat_template == "builtin":
+        return "builtin"
+    own = settings.model_dir / "chat_template.jinja"
+    path = own if settings.chat_template == "checkpoint" else Path(settings.chat_template)
+    if not path.is_file():
+        raise ConfigError(f"chat_template: {path} does not exist; use builtin, checkpoint or a jinja file")
+    return str(path)
 
 
 def _serve(settings: Settings, path: Path, load: LoadEngine) -> int:
