@@ -68,6 +68,8 @@ def own_server(tokens: int, cpu: int) -> Iterator[str]:
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         try:
             os.sched_setaffinity(process.pid, {cpu})
+            if others := os.sched_getaffinity(0) - {cpu}:
+                os.sched_setaffinity(0, others)  # the clients must not compete with the server for its core
             wait_ready(f"http://127.0.0.1:{port}", process)
             yield f"http://127.0.0.1:{port}"
         finally:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from glm53.engine.protocol import Engine
 from glm53.errors import RequestError
 
-from .generation import Work
+from .generation import Work, stop_ids
 from .prompt import Prompt, fit
+from .protocol.constraints import chat_constraint
 from .protocol.output import OutputParser
 from .protocol.requests import ChatCall
 from .state import ServerState
@@ -51,6 +52,19 @@ def chat_work(state: ServerState, engine: Engine, call: ChatCall) -> ChatWork:
         for index in range(decoding.n)
     ]
     return ChatWork(call, prompt, works)
+
+
+async def constrain(state: ServerState, work: ChatWork) -> None:
+    """Compile what the answer must look like, if anything, for each choice. Raises RequestError."""
+    call, stops = work.call, stop_ids(work.call.decoding, state.tokenizer)
+    if call.decoding.response_format is None and call.thinking_budget is None and not call.tool_choice.forced:
+        return
+
+    def compile_all() -> None:
+        for one in work.works:
+            one.constraint = chat_constraint(state.grammars, call, thinking_open=work.prompt.thinking, stop_ids=stops)
+
+    await state.run_on_thread(compile_all)
 
 
 def check_choices(state: ServerState, n: int) -> None:

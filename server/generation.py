@@ -24,7 +24,7 @@ STOP_NAMES = ("<|endoftext|>", "<|user|>", "<|observation|>", "<|system|>", "<|a
 """Every token that starts a turn ends the answer: the model must not speak for others."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
     """One stream to run. `max_tokens` 0 reads the prompt (one token is generated and thrown away)."""
 

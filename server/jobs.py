@@ -23,7 +23,7 @@ from .body import read_body
 from .errors import HttpError, Unavailable
 from .state import NOTE, REQUEST_ID, STATE, STOPPING, ServerState
 
-SLICE = 64  # tokens handled at a time, so that a burst does not hold the event loop for more than a few ms
+SLICE = 16  # tokens handled at a time: a burst on many streams must leave the event loop free every few ms
 
 
 class Job:

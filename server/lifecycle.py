@@ -139,6 +139,7 @@ class Server:
         def work() -> None:
             engine, error = None, None
             try:
+                _ = self.state.grammars
                 engine = self._load_engine(self._progress)
             except BaseException as e:  # handed to the event loop, whatever it is
                 error = e

@@ -14,7 +14,7 @@ class ServerOptions:
     `api_keys` empty = no authentication. `max_queue` = requests that may wait beyond those the engine runs at once.
     `request_timeout_s` (0 = none) counts from arrival to the last byte. `write_timeout_s` = how long a client may take
     nothing before it is dropped. `ping_s` = longest silence in a stream. `cors_origins` ("*",) = any, () = none.
-    `chat_template` = "builtin" or the path of a Jinja file.
+    `chat_template` = "builtin", "checkpoint" or the path of a Jinja file.
     """
 
     host: str = "127.0.0.1"

@@ -21,17 +21,21 @@ class Prompt:
 
 
 class PromptBuilder:
-    """`template` is "builtin" or the path of a Jinja file. Raises ConfigError if that cannot be read or parsed."""
+    """`template` is "builtin", "checkpoint" (its chat_template.jinja) or the path of a Jinja file.
+
+    Raises ConfigError if the file cannot be read or parsed.
+    """
 
     def __init__(self, template: str, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._jinja: JinjaRenderer | None = None
         if template != "builtin":
+            path = tokenizer.model_dir / "chat_template.jinja" if template == "checkpoint" else Path(template)
             try:
-                source = Path(template).read_text(encoding="utf-8")
+                source = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as e:
-                raise ConfigError(f"chat_template {template}: cannot be read ({e})") from None
-            self._jinja = JinjaRenderer(source, template)
+                raise ConfigError(f"chat_template {template}: cannot read {path} ({e})") from None
+            self._jinja = JinjaRenderer(source, str(path))
 
     def chat(
         self,

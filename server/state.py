@@ -11,11 +11,13 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from aiohttp import web
 
 from glm53.engine.protocol import Engine
+from glm53.grammar import Grammars
 from glm53.tokenizer import Tokenizer
 
 from .admission import Admission
@@ -71,9 +73,16 @@ class ServerState:
 
     async def run_sized(self, size: int, work: Callable[[], T]) -> T:
         """`work()` here if its input of `size` bytes is small, else on a thread, so that the event loop stays free."""
-        if size <= INLINE_BYTES:
-            return work()
+        return work() if size <= INLINE_BYTES else await self.run_on_thread(work)
+
+    async def run_on_thread(self, work: Callable[[], T]) -> T:
+        """`work()` on one of the threads that prepare requests."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """The grammar compiler. The loader's thread makes it, before there are requests: it may take a second."""
+        return Grammars(self.tokenizer.model_dir, self.tokenizer)
 
     def close(self) -> None:
         """Let go of the worker threads (waits for nothing)."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from glm53.engine.protocol import Engine, TokenScore
 
 from .chat_work import check_choices
-from .generation import Work
+from .generation import Work, stop_ids
 from .jobs import Job
 from .prompt import fit
+from .protocol.constraints import text_constraint
 from .protocol.output import OutputParser
 from .protocol.requests import Decoding, Prompt
 from .state import ServerState
@@ -50,6 +51,19 @@ def text_work(
             )
             works.append(Work(prompt, max_tokens, parser, seed_offset=index))
     return TextWork(ids, works)
+
+
+async def constrain(state: ServerState, work: TextWork, decoding: Decoding) -> None:
+    """Compile the format of the answer, if one was asked for, for each stream. Raises RequestError."""
+    if decoding.response_format is None:
+        return
+    stops = stop_ids(decoding, state.tokenizer)
+
+    def compile_all() -> None:
+        for one in work.works:
+            one.constraint = text_constraint(state.grammars, decoding.response_format, stops)
+
+    await state.run_on_thread(compile_all)
 
 
 async def scores(job: Job, prompts: Sequence[Sequence[int]], top: int) -> list[list[TokenScore]]:

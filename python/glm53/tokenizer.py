@@ -29,6 +29,7 @@ class Tokenizer:
     """Encode plain text, look special tokens up by name, decode ids to bytes."""
 
     def __init__(self, model_dir: Path) -> None:
+        self.model_dir = model_dir
         path = model_dir / "tokenizer.json"
         try:
             spec = json.loads(path.read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from glm53.engine.protocol import Token
 
-from ..chat_work import ChatWork, chat_work
+from ..chat_work import ChatWork, chat_work, constrain
 from ..errors import ErrorReply
 from ..generation import Choice, StreamFormat, gather, stream, submit
 from ..jobs import Job, admit
@@ -30,6 +30,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         work = await state.run_sized(
             len(job.body), lambda: chat_work(state, job.engine, parse_chat(parse_body(job.body), state.defaults()))
         )
+        await constrain(state, work)
         choices = submit(job, work.works, work.call.decoding)
         reply = _Reply(job, work, choices)
         if work.call.decoding.stream:

@@ -21,7 +21,7 @@ from ..protocol.body import parse_body
 from ..protocol.events import Answer, ContentText, Done, Event
 from ..protocol.requests import CompletionCall, parse_completion
 from ..protocol.sse import frame
-from ..text_work import TextWork, scores, text_work
+from ..text_work import TextWork, constrain, scores, text_work
 from ..wire import finite, timings, usage
 
 
@@ -35,6 +35,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             return call, text_work(state, job.engine, call.prompts, call.decoding)
 
         call, work = await state.run_sized(len(job.body), prepare)
+        await constrain(state, work, call.decoding)
         top = call.decoding.top_logprobs
         echoed = await scores(job, work.prompts, top) if call.echo and top is not None else None
         choices = submit(job, work.works, call.decoding)

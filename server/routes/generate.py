@@ -19,7 +19,7 @@ from ..protocol.body import parse_body
 from ..protocol.events import Answer, ContentText, Done, Event
 from ..protocol.requests import GenerateCall, parse_detokenize, parse_generate, parse_tokenize
 from ..protocol.sse import frame
-from ..text_work import TextWork, scores, text_work
+from ..text_work import TextWork, constrain, scores, text_work
 from ..wire import finite
 
 
@@ -36,6 +36,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
             )
 
         call, work = await state.run_sized(len(job.body), prepare)
+        await constrain(state, work, call.decoding)
         scored = await scores(job, work.prompts, call.decoding.top_logprobs or 0) if _wants_scores(call) else None
         reply = _Reply(job, call, work, scored)
         if scored is not None and call.decoding.max_tokens == 0 and not call.decoding.stream:

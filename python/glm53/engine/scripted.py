@@ -7,7 +7,8 @@ character, say). `end` is user, observation, eos, length or error; `rate` is tok
 `prefill_s` (optional, default 0) delays the first token.
 
 What is real: queueing, batching, cancellation, limits, counters, the common prefix with earlier prompts reported as
-cached. What is not: log-probabilities (the scripted token has probability 1) and scores (uniform over the vocabulary).
+cached. What is not: log-probabilities (the scripted token has probability 1) and scores (uniform over the vocabulary);
+sampling parameters and grammars change nothing.
 
 States of a stream: waiting -> running (prefill, then tokens) -> finished; only the engine thread moves it, except that
 `submit` creates it and its reader may set `cancelled`.
