@@ -11,7 +11,7 @@ from glm53.tokenizer import Tokenizer
 from .lifecycle import LoadEngine, Server, run
 from .middleware import authenticate, decorate, errors_as_json, observe, preflight
 from .options import ServerOptions
-from .routes import chat, completions, generate, info, page
+from .routes import chat, completions, generate, info, messages, page, responses
 from .state import STATE, ServerState
 
 __all__ = ["ROUTES", "LoadEngine", "Server", "ServerOptions", "create_app", "serve"]
@@ -19,6 +19,9 @@ __all__ = ["ROUTES", "LoadEngine", "Server", "ServerOptions", "create_app", "ser
 ROUTES = [
     web.post("/v1/chat/completions", chat.chat_completions),
     web.post("/v1/completions", completions.completions),
+    web.post("/v1/responses", responses.responses),
+    web.post("/v1/messages", messages.messages),
+    web.post("/v1/messages/count_tokens", messages.count_tokens),
     web.post("/generate", generate.generate),
     web.post("/tokenize", generate.tokenize),
     web.post("/detokenize", generate.detokenize),

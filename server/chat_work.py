@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from glm53.engine.protocol import Engine
@@ -10,7 +11,7 @@ from glm53.errors import RequestError
 from .generation import Work, stop_ids
 from .prompt import Prompt, fit
 from .protocol.constraints import chat_constraint
-from .protocol.output import OutputParser
+from .protocol.output import OutputParser, new_call_id
 from .protocol.requests import ChatCall
 from .state import ServerState
 
@@ -29,7 +30,7 @@ def render_prompt(state: ServerState, call: ChatCall) -> Prompt:
     return state.prompts.chat(call.messages, call.tools, call.chat, call.template_kwargs)
 
 
-def chat_work(state: ServerState, engine: Engine, call: ChatCall) -> ChatWork:
+def chat_work(state: ServerState, engine: Engine, call: ChatCall, new_id: Callable[[], str] = new_call_id) -> ChatWork:
     """Everything that can be refused is refused here. Raises RequestError or PromptTooLong. May run on any thread."""
     decoding = call.decoding
     check_choices(state, decoding.n)
@@ -46,6 +47,7 @@ def chat_work(state: ServerState, engine: Engine, call: ChatCall) -> ChatWork:
                 stop=decoding.stop,
                 single_call=not call.parallel_tool_calls,
                 keep_tokens=decoding.top_logprobs is not None,
+                new_id=new_id,
             ),
             seed_offset=index,
         )

@@ -11,6 +11,7 @@ from glm53.engine.protocol import StreamUsage, Token
 from glm53.tokenizer import Tokenizer
 
 from .generation import Choice
+from .protocol.usage import TokenCounts
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 
@@ -31,6 +32,12 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": choices[0].stream.usage.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": sum(c.parser.reasoning_tokens for c in choices)},
     }
+
+
+def counts(choice: Choice) -> TokenCounts:
+    """Token counts of one choice, for the APIs that word them differently."""
+    stream, parser = choice.stream.usage, choice.parser
+    return TokenCounts(stream.prompt_tokens, stream.cached_tokens, parser.tokens, parser.reasoning_tokens)
 
 
 def timings(usage_: StreamUsage) -> dict[str, Any]:

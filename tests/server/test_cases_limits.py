@@ -181,6 +181,7 @@ def test_openapi_lists_every_route(start: Start) -> None:
     assert document["openapi"].startswith("3.1")
     for path in document["paths"]:
         assert live.get(path.replace("{id}", "glm-5.3-flash")).status in (200, 405), path
+    assert "/v1/messages/count_tokens" in document["paths"]
 
 
 def test_the_log_has_one_line_a_request_and_no_text_of_it(start: Start, caplog: pytest.LogCaptureFixture) -> None:

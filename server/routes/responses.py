@@ -1,0 +1,45 @@
+"""POST /v1/responses (OpenAI): stateless, which is what coding agents use of it."""
+
+from __future__ import annotations
+
+import time
+
+from aiohttp import web
+
+from ..chat_work import ChatWork, chat_work, constrain
+from ..errors import ErrorReply
+from ..generation import Choice, StreamFormat, gather, stream, submit
+from ..jobs import admit
+from ..middleware import json_response
+from ..protocol.body import parse_body
+from ..protocol.events import Event
+from ..protocol.responses import ResponsesCall, parse_responses
+from ..protocol.responses_reply import ResponsesReply
+from ..wire import counts
+
+
+async def responses(request: web.Request) -> web.StreamResponse:
+    """Answer a list of items, streamed or whole."""
+    async with admit(request) as job:
+        state = job.state
+
+        def prepare() -> tuple[ResponsesCall, ChatWork]:
+            call = parse_responses(parse_body(job.body), state.defaults())
+            return call, chat_work(state, job.engine, call.chat)
+
+        call, work = await state.run_sized(len(job.body), prepare)
+        await constrain(state, work)
+        choices = submit(job, work.works, work.call.decoding)
+        reply = ResponsesReply(state.options.served_name, int(time.time()), call)
+        if not work.call.decoding.stream:
+            [answer] = await gather(job, choices)
+            return json_response(reply.whole(answer, counts(choices[0])))
+
+        def write(choice: Choice, events: list[Event]) -> bytes:
+            return reply.events(events)
+
+        def failed(error: ErrorReply) -> bytes:
+            return reply.failed(error.code or "server_error", error.message)
+
+        form = StreamFormat(reply.begin, write, lambda: reply.end(counts(choices[0])), failed, done=b"")
+        return await stream(job, choices, form)
