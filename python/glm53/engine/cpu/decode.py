@@ -1,11 +1,13 @@
-"""One token of up to a few streams in one step: the same mathematics as glm5_next's layers, arranged for single tokens.
+"""One token of each running stream: the same mathematics as glm5_next's layers, arranged for single tokens.
 
 What differs from the modules (whose weights it uses, so nothing is stored twice):
 * MLA is absorbed: queries are taken into the latent space, and attention reads the latents of the selected rows only,
   instead of expanding kv_b over the whole cache each token; pools come from the state instead of being rebuilt.
 * projections that read the same input are one matrix product (their weights are views of one tensor);
 * mHC's Sinkhorn runs on two scaling vectors instead of on the matrix.
-Projections run over all streams at once, states and attention per stream, so no stream is padded to another's length.
+Each stream goes through on its own. One product over several rows would round differently from a product over one, the
+expert kernels' int16 activations widen that to 6e-5 of the logits, and an answer would depend on who runs beside it;
+alone, it is bit for bit the same. Batching would buy a factor of 1.6 at four streams in the products that fit in cache.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from ...checkpoint import ModelConfig
 from .prefill import extend_pools
 from .state import KdaState, MlaState, StreamState
+
+F32 = npt.NDArray[np.float32]
 
 
 def fuse(modules: Sequence[Any], last: tuple[Any, str] | None = None) -> torch.Tensor:
@@ -40,7 +45,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class HyperConnection:
-    """mHC of one site: (rows, hc, hidden) -> block input, and how the block's output is mixed back in.
+    """mHC of one site: streams (hc, hidden) -> block input, and how the block's output is mixed back in.
 
     Source: glm5_next `HyperConnection`. Sinkhorn keeps M = diag(u) E diag(v), so each normalisation of rows or columns
     is a matrix-vector product on E and an update of u or v; the eps of the original enters as u / (u * (E v) + eps).
@@ -55,33 +60,32 @@ class HyperConnection:
         self._gain = torch.cat([module.scale[i].expand(n) for i, n in enumerate((hc, hc, hc * hc))]).contiguous()
 
     def __call__(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """streams (rows, hc, hidden) -> post (rows, hc, 1), comb transposed (rows, hc, hc), input (rows, hidden)."""
-        hc, rows = self._hc, streams.shape[0]
-        flat = streams.view(rows, -1)
+        """streams (hc, hidden) -> post (hc, 1), comb transposed (hc, hc), block input (1, hidden)."""
+        hc = self._hc
+        flat = streams.view(1, -1)
         scale = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self._rms_eps)
         mix = F.linear(flat, self._fn).mul_(scale).mul_(self._gain).add_(self._base)
         gates = torch.sigmoid(mix[:, : 2 * hc])
-        pre = gates[:, :hc].add(self._eps)
-        comb = torch.from_numpy(self._sinkhorn(mix[:, 2 * hc :].numpy().reshape(rows, hc, hc)))
-        collapsed = torch.bmm(pre.unsqueeze(1), streams).squeeze(1)
-        return gates[:, hc:, None] * 2, comb.transpose(1, 2), collapsed
+        comb = torch.from_numpy(self._sinkhorn(mix[0, 2 * hc :].numpy().reshape(hc, hc)))
+        return gates[0, hc:, None] * 2, comb.T, gates[:, :hc].add(self._eps) @ streams
 
-    def _sinkhorn(self, logits: Any) -> Any:
-        """softmax over rows, then alternating column and row normalisation; (rows, hc, hc) float32."""
-        e = np.exp(logits - logits.max(-1, keepdims=True))
-        e = e / e.sum(-1, keepdims=True) + np.float32(self._eps)
-        et = np.ascontiguousarray(e.swapaxes(1, 2))
+    def _sinkhorn(self, logits: F32) -> F32:
+        """softmax over rows, then alternating column and row normalisation; (hc, hc)."""
         eps = np.float32(self._eps)
-        u = np.ones((*e.shape[:2], 1), np.float32)
-        v = u / (np.matmul(et, u) + eps)
+        e = np.exp(logits - logits.max(1, keepdims=True))
+        e = e / e.sum(1, keepdims=True) + eps
+        et = np.ascontiguousarray(e.T)
+        u = np.ones(e.shape[0], np.float32)
+        v = u / (et @ u + eps)
         for _ in range(self._iters - 1):
-            u = u / (u * np.matmul(e, v) + eps)
-            v = v / (v * np.matmul(et, u) + eps)
-        return u * e * v.swapaxes(1, 2)
+            u = u / (u * (e @ v) + eps)
+            v = v / (v * (et @ u) + eps)
+        out: F32 = u[:, None] * e * v
+        return out
 
 
 class KdaDecode:
-    """Kimi delta attention, one token a row. Source: glm5_next `LinearAttention`, `recurrent_kimi_delta_attention`."""
+    """Kimi delta attention of one token. Source: glm5_next `LinearAttention`, `recurrent_kimi_delta_attention`."""
 
     def __init__(self, module: Any, config: ModelConfig) -> None:
         self._m, self._c = module, config
@@ -94,40 +98,29 @@ class KdaDecode:
         self._rate = torch.exp(gate.A_log).repeat_interleave(d)
         self._rate_dt = self._rate * gate.dt_bias
 
-    def __call__(self, x: torch.Tensor, states: Sequence[StreamState], layer: int) -> torch.Tensor:
-        """x (rows, hidden), row r belongs to states[r] -> (rows, hidden); advances conv and recurrent states."""
-        c, m, rows = self._c, self._m, x.shape[0]
+    def __call__(self, x: torch.Tensor, state: StreamState, layer: int) -> torch.Tensor:
+        """x (1, hidden) -> (1, hidden); advances the layer's conv and recurrent states."""
+        c, m, kda = self._c, self._m, state.layers[layer]
+        assert isinstance(kda, KdaState)
         heads, d = c.kda_num_heads, c.kda_head_dim
         qkv, f, gate, b = torch.split_with_sizes(F.linear(x, self._in), self._split, -1)
         f = m.forget_gate.f_b_proj(f)
         decay = torch.addcmul(self._rate_dt, self._rate, f).sigmoid_().mul_(c.kda_gate_lower_bound).exp_()
-        gate = m.g_b_proj(gate).view(rows, heads, d).sigmoid_()
-        beta = torch.sigmoid(b).view(rows, heads, 1, 1)
-        mixed = torch.stack([self._convolve(qkv[r], s.layers[layer]) for r, s in enumerate(states)])
-        q, k, v = F.silu(mixed).view(rows, 3, heads, d).unbind(1)
-        q = (q / torch.sqrt(q.square().sum(-1, keepdim=True) + 1e-6) * d**-0.5).unsqueeze(2)
-        k = (k / torch.sqrt(k.square().sum(-1, keepdim=True) + 1e-6)).unsqueeze(2)
-        v, decay = v.unsqueeze(2), decay.view(rows, heads, d, 1)
-        out = torch.empty(rows, heads, 1, d)
-        for r, state in enumerate(states):
-            kda = state.layers[layer]
-            assert isinstance(kda, KdaState)
-            memory = kda.recurrent[0].mul_(decay[r])
-            delta = (v[r] - torch.bmm(k[r], memory)).mul_(beta[r])
-            memory.baddbmm_(k[r].transpose(1, 2), delta)
-            torch.bmm(q[r], memory, out=out[r])
-        normed = rms_norm(out.squeeze(2), m.o_norm.weight, c.rms_norm_eps) * gate
-        return F.linear(normed.view(rows, -1), self._out)
-
-    def _convolve(self, x: torch.Tensor, state: KdaState | MlaState) -> torch.Tensor:
-        assert isinstance(state, KdaState)
-        window = state.conv[0]
-        window.copy_(torch.cat([window[:, 1:], x[:, None]], dim=1))
-        return torch.mul(window, self._conv).sum(-1)
+        gate = m.g_b_proj(gate).view(heads, d).sigmoid_()
+        window = kda.conv[0]
+        window.copy_(torch.cat([window[:, 1:], qkv.T], dim=1))
+        q, k, v = F.silu(torch.mul(window, self._conv).sum(-1)).view(3, heads, 1, d).unbind(0)
+        q = q / torch.sqrt(q.square().sum(-1, keepdim=True) + 1e-6) * d**-0.5
+        k = k / torch.sqrt(k.square().sum(-1, keepdim=True) + 1e-6)
+        memory = kda.recurrent[0].mul_(decay.view(heads, d, 1))
+        delta = (v - torch.bmm(k, memory)).mul_(torch.sigmoid(b).view(heads, 1, 1))
+        memory.baddbmm_(k.transpose(1, 2), delta)
+        out = torch.bmm(q, memory).squeeze(1)
+        return F.linear((rms_norm(out, m.o_norm.weight, c.rms_norm_eps) * gate).view(1, -1), self._out)
 
 
 class MlaDecode:
-    """Absorbed sparse MLA, one token a row. Source: glm5_next `Attention` and `Indexer`."""
+    """Absorbed sparse MLA of one token. Source: glm5_next `Attention` and `Indexer`."""
 
     def __init__(self, module: Any, config: ModelConfig) -> None:
         self._m, self._c = module, config
@@ -144,30 +137,23 @@ class MlaDecode:
         kv = module.kv_b_proj.weight.view(c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
         self._key, self._value = kv[:, : c.qk_nope_head_dim], kv[:, c.qk_nope_head_dim :].transpose(1, 2)
 
-    def __call__(self, x: torch.Tensor, states: Sequence[StreamState], layer: int) -> torch.Tensor:
-        """x (rows, hidden), row r belongs to states[r] -> (rows, hidden); appends to latents, keys and pools."""
-        c, m, index, rows = self._c, self._m, self._m.indexer, x.shape[0]
+    def __call__(self, x: torch.Tensor, state: StreamState, layer: int) -> torch.Tensor:
+        """x (1, hidden) -> (1, hidden); appends to the layer's latents, keys and pools."""
+        c, m, index, mla, n = self._c, self._m, self._m.indexer, state.layers[layer], state.length
+        assert isinstance(mla, MlaState)
         q_low, latent, key, head_weights, gate = torch.split_with_sizes(F.linear(x, self._in), self._split, -1)
         q_low = rms_norm(q_low, m.q_a_layernorm.weight, c.rms_norm_eps)
-        latent = rms_norm(latent, m.kv_a_layernorm.weight, c.rms_norm_eps)
         key = F.layer_norm(key, key.shape[-1:], index.k_norm.weight, index.k_norm.bias, index.k_norm.eps)
+        mla.reserve(n + 1, n)
+        mla.latent[n] = rms_norm(latent, m.kv_a_layernorm.weight, c.rms_norm_eps)[0]
+        mla.keys[n] = torch.cat([key[0], gate[0], torch.ones(1)])
+        extend_pools(mla, n + 1, index.index_kpool_compress_ape)
         q, q_index = torch.split_with_sizes(F.linear(q_low, self._q), self._q_split, -1)
-        q = q.reshape(rows, c.num_attention_heads, 1, c.qk_nope_head_dim)
-        q_index = q_index.reshape(rows, c.index_n_heads, c.index_head_dim)
-        packed = torch.cat([key, gate, torch.ones(rows, 1)], dim=-1)
-        out = torch.empty(rows, c.num_attention_heads, 1, c.v_head_dim)
-        for r, state in enumerate(states):
-            mla, n = state.layers[layer], state.length
-            assert isinstance(mla, MlaState)
-            mla.reserve(n + 1, n)
-            mla.latent[n], mla.keys[n] = latent[r], packed[r]
-            extend_pools(mla, n + 1, index.index_kpool_compress_ape)
-            picked = self._select(mla, n + 1, q_index[r], head_weights[r])
-            lat = mla.latent[: n + 1] if picked is None else mla.latent[picked]
-            scores = torch.bmm(q[r], self._key).squeeze(1) @ lat.T
-            mean = scores.mul_(c.qk_nope_head_dim**-0.5).softmax(-1) @ lat
-            torch.bmm(mean.unsqueeze(1), self._value, out=out[r])
-        return F.linear(out.view(rows, -1), self._out)
+        picked = self._select(mla, n + 1, q_index.view(c.index_n_heads, c.index_head_dim), head_weights[0])
+        lat = mla.latent[: n + 1] if picked is None else mla.latent[picked]
+        scores = torch.bmm(q.reshape(c.num_attention_heads, 1, c.qk_nope_head_dim), self._key).squeeze(1) @ lat.T
+        mean = scores.mul_(c.qk_nope_head_dim**-0.5).softmax(-1) @ lat
+        return F.linear(torch.bmm(mean.unsqueeze(1), self._value).view(1, -1), self._out)
 
     def _select(self, mla: MlaState, rows: int, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         """Row indices the token attends to: the best index_topk / kpool pools and the incomplete tail; None = all."""
@@ -190,7 +176,7 @@ class MlpDecode:
         self._gate_up = fuse([self._glu.gate_proj, self._glu.up_proj])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x (rows, hidden) -> (rows, hidden)."""
+        """x (1, hidden) -> (1, hidden)."""
         limit = self._c.swiglu_limit
         gate, up = F.linear(x, self._gate_up).chunk(2, -1)
         y = F.linear(F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit), self._glu.down_proj.weight)
@@ -216,13 +202,12 @@ class _Layer:
         self._attention: KdaDecode | MlaDecode = attention(module.self_attn, config)
         self._mlp = MlpDecode(module.mlp, config, config.mlp_layer_types[index] == "sparse")
 
-    def __call__(self, streams: torch.Tensor, states: Sequence[StreamState]) -> torch.Tensor:
+    def __call__(self, streams: torch.Tensor, state: StreamState) -> torch.Tensor:
         post, comb, x = self._attn_hc(streams)
-        y = self._attention(rms_norm(x, self._attn_norm, self._eps), states, self._index)
-        streams = torch.baddbmm(post * y.unsqueeze(1), comb, streams)
+        y = self._attention(rms_norm(x, self._attn_norm, self._eps), state, self._index)
+        streams = torch.addmm(post * y, comb, streams)
         post, comb, x = self._ffn_hc(streams)
-        y = self._mlp(rms_norm(x, self._ffn_norm, self._eps))
-        return torch.baddbmm(post * y.unsqueeze(1), comb, streams)
+        return torch.addmm(post * self._mlp(rms_norm(x, self._ffn_norm, self._eps)), comb, streams)
 
 
 class Decoder:
@@ -233,12 +218,11 @@ class Decoder:
         self._text, self._head = model.model.language_model, model.lm_head.weight
         self._layers = [_Layer(m, config, i) for i, m in enumerate(self._text.layers)]
 
-    def step(self, states: Sequence[StreamState], ids: Sequence[int]) -> torch.Tensor:
-        """Feed one token to each stream and advance its state. Returns logits (streams, vocabulary) float32."""
-        x = self._text.embed_tokens.weight[torch.tensor(ids)]
-        streams = x.unsqueeze(1).expand(-1, self._c.hc_mult, -1).contiguous()
+    def step(self, state: StreamState, token: int) -> torch.Tensor:
+        """Feed one token to a stream and advance its state. Returns logits (vocabulary,) float32."""
+        streams = self._text.embed_tokens.weight[token].expand(self._c.hc_mult, -1).contiguous()
         for layer in self._layers:
-            streams = layer(streams, states)
-        for state in states:
-            state.length += 1
-        return F.linear(rms_norm(streams.mean(1), self._text.norm.weight, self._c.rms_norm_eps), self._head)
+            streams = layer(streams, state)
+        state.length += 1
+        hidden = rms_norm(streams.mean(0, keepdim=True), self._text.norm.weight, self._c.rms_norm_eps)
+        return F.linear(hidden, self._head)[0]

@@ -135,7 +135,6 @@ class CpuEngine:
             self._thread.join()
 
     def _run(self) -> None:
-        torch.set_num_threads(self._model.threads)  # OpenMP keeps this number per calling thread
         try:
             with torch.inference_mode():
                 while not self._closing:

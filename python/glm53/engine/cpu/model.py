@@ -24,6 +24,9 @@ from .decode import Decoder
 from .experts import ExpertStore, RoutedExperts, layer_bytes
 from .state import StreamState
 
+_DENSE_BYTES_PER_THREAD = 512 << 20
+"""Weights read per token below which a second torch thread costs more in barriers than it gains."""
+
 
 def ram_needed(checkpoint: Checkpoint) -> int:
     """Bytes the loaded model will hold: float32 dense weights and the routed experts as stored."""
@@ -54,6 +57,8 @@ class CpuModel:
             self._text.layers[i].mlp.experts = experts
             self._experts.append(experts)
         self._decoder = Decoder(model, self.config)
+        dense = sum(p.nbytes for p in model.parameters())
+        self._decode_threads = max(1, min(threads, dense // _DENSE_BYTES_PER_THREAD))
         self.rows = 0
         self._trace = _Trace(trace, self._experts) if trace else None
 
@@ -68,6 +73,7 @@ class CpuModel:
 
     def prefill(self, state: StreamState, ids: Sequence[int]) -> torch.Tensor:
         """Feed tokens to one stream. Returns hidden rows (tokens, hidden) for `logits`."""
+        torch.set_num_threads(self.threads)
         hidden = prefill.run(self._text, state, torch.tensor(ids))
         self._count(len(ids), is_prefill=True)
         return hidden
@@ -78,7 +84,8 @@ class CpuModel:
 
     def step(self, states: Sequence[StreamState], ids: Sequence[int]) -> torch.Tensor:
         """Feed one token to each stream. Returns logits (streams, vocabulary) float32."""
-        logits = self._decoder.step(states, ids)
+        torch.set_num_threads(self._decode_threads)
+        logits = torch.stack([self._decoder.step(s, i) for s, i in zip(states, ids, strict=True)])
         self._count(len(ids), is_prefill=False)
         return logits
 

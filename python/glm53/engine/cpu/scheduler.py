@@ -23,8 +23,6 @@ from .model import CpuModel
 from .prefix import PrefixCache
 
 log = logging.getLogger(__name__)
-_BUSY_CHUNK = 64
-"""Prompt tokens in a chunk while others decode: KDA's own chunk, so that splitting there changes nothing."""
 
 
 class Scheduler:
@@ -120,8 +118,8 @@ class Scheduler:
             self.counts["cached_tokens"] += job.stream.usage.cached_tokens
 
     def _next_chunk(self, ids: list[int], at: int) -> list[int]:
-        size = min(_BUSY_CHUNK, self._chunk) if any(not j.prompt_left for j in self._active) else self._chunk
-        return ids[at : (at // size + 1) * size]
+        """Up to the next multiple of the chunk size: always cut alike, so that a prompt always computes alike."""
+        return ids[at : (at // self._chunk + 1) * self._chunk]
 
     def _prefill_one(self) -> bool:
         prefills = [j for j in self._active if j.prompt_left]
