@@ -65,18 +65,18 @@ def parse_max_tokens(f: Fields, *keys: str) -> int | None:
     return None if value == -1 else value
 
 
-def parse_stop(f: Fields) -> tuple[str, ...]:
+def parse_stop(f: Fields, key: str = "stop") -> tuple[str, ...]:
     """Stop strings from a string or a list; empty ones are dropped."""
-    raw = f.get("stop")
+    raw = f.get(key)
     if raw is None:
         return ()
     stops = [raw] if isinstance(raw, str) else raw
     if not isinstance(stops, list):
-        wrong_type(f.name("stop"), "a string or an array of strings", raw)
+        wrong_type(f.name(key), "a string or an array of strings", raw)
     if len(stops) > MAX_STOPS:
-        refuse(f.name("stop"), f"Invalid '{f.name('stop')}': array too long. Expected at most {MAX_STOPS} strings.")
+        refuse(f.name(key), f"Invalid '{f.name(key)}': array too long. Expected at most {MAX_STOPS} strings.")
     for i, stop in enumerate(stops):
-        where = f"{f.name('stop')}[{i}]"
+        where = f"{f.name(key)}[{i}]"
         if not isinstance(stop, str):
             wrong_type(where, "a string", stop)
         if len(stop) > MAX_STOP_CHARS:

@@ -58,8 +58,8 @@ def _object(tools: Sequence[Tool], raw: dict[str, Any], param: str) -> ToolChoic
     kind = raw.get("type")
     if isinstance(kind, str) and kind in WORDS:
         return ToolChoice(WORDS[kind])
-    if kind not in ("function", "tool"):
-        message = f"Invalid value for '{param}.type': only 'function' and 'allowed_tools' are supported."
+    if kind not in ("function", "tool", "custom"):
+        message = f"Invalid value for '{param}.type': only 'function', 'custom' and 'allowed_tools' are supported."
         refuse(f"{param}.type", message, "unsupported_tool" if isinstance(kind, str) else "invalid_value")
     name = _name(raw)
     if name not in {t.name for t in tools}:

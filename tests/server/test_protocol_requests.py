@@ -147,7 +147,8 @@ def test_b30_tool_choice() -> None:
     assert chat(tool_choice="auto").tools == ()
     refused("tool_choice", tools=TOOLS1_RAW, tool_choice="sometimes")
     refused("tool_choice", tools=TOOLS1_RAW, tool_choice=3)
-    refused("tool_choice.type", tools=TOOLS1_RAW, tool_choice={"type": "custom", "custom": {"name": "x"}})
+    refused("tool_choice", tools=TOOLS1_RAW, tool_choice={"type": "custom", "custom": {"name": "x"}})
+    refused("tool_choice.type", tools=TOOLS1_RAW, tool_choice={"type": "mcp", "server_label": "x"})
 
 
 @pytest.mark.parametrize("mode", ["auto", "required", None])

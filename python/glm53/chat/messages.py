@@ -133,12 +133,13 @@ def parse_content(raw: object, param: str) -> tuple[str, str | None]:
     text: list[str] = []
     thoughts: list[str] = []
     for i, part in enumerate(raw):
-        kind, value = _part(part, f"{param}[{i}]")
+        kind, value = parse_part(part, f"{param}[{i}]")
         (thoughts if kind == "thinking" else text).append(value)
     return "".join(text), "".join(thoughts) if thoughts else None
 
 
-def _part(part: object, param: str) -> tuple[str, str]:
+def parse_part(part: object, param: str) -> tuple[str, str]:
+    """("text" or "thinking", its text) of one content part; parts that are not text are refused by name."""
     if isinstance(part, str):
         return "text", part
     if not isinstance(part, dict):

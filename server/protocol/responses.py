@@ -1,0 +1,227 @@
+"""Requests of the OpenAI Responses API as chat calls: stateless, text and function calls only.
+
+Hosted tools (web search and the like) are left out, since nothing runs them here; "custom" tools are shown to the model
+as functions of one string. Neighbouring reasoning, assistant text and calls make up one assistant turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from glm53.chat import ChatOptions, Message, Tool, ToolCall
+from glm53.chat.messages import (
+    ROLES,
+    TOOL_NAME,
+    make_tool,
+    parse_arguments,
+    parse_content,
+    split_inline_thinking,
+    unique_tools,
+)
+
+from .fields import Fields, missing, refuse, wrong_type
+from .requests import ChatCall, Decoding, RequestDefaults
+from .sampling import MAX_LOGPROBS, parse_max_tokens, parse_response_format, parse_sampling, parse_stop_ids
+from .thinking import parse_thinking
+from .tools import choose_tools
+
+HOSTED_TOOLS = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "computer", "local_shell")
+CUSTOM_INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+IGNORED_ITEMS = ("web_search_call", "file_search_call", "item_reference")
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesCall:
+    """`echo`: request fields that the response object repeats. `custom`: names of tools that take free text."""
+
+    chat: ChatCall
+    echo: Mapping[str, Any]
+    custom: frozenset[str] = frozenset()
+
+
+def parse_responses(body: Mapping[str, Any], defaults: RequestDefaults) -> ResponsesCall:
+    """/v1/responses. Raises RequestError."""
+    f = Fields(body)
+    for key in ("previous_response_id", "conversation", "prompt"):
+        if f.get(key) is not None:
+            refuse(
+                key, f"'{key}' is not supported: nothing is stored here; send the whole input.", "unsupported_parameter"
+            )
+    if f.boolean("background"):
+        refuse("background", "'background' is not supported.", "unsupported_parameter")
+    messages = _messages(f)
+    all_tools, custom = _tools(f)
+    tools, choice = choose_tools(all_tools, f)
+    thinking = parse_thinking(f, defaults.thinking)
+    decoding = Decoding(
+        sampling=parse_sampling(f, defaults.sampling),
+        max_tokens=parse_max_tokens(f, "max_output_tokens"),
+        stop_ids=parse_stop_ids(f),
+        ignore_eos=f.boolean("ignore_eos"),
+        stream=f.boolean("stream"),
+        include_usage=True,
+        top_logprobs=f.integer("top_logprobs", 0, MAX_LOGPROBS) or None,
+        response_format=parse_response_format(f.fields("text"), "format"),
+    )
+    chat = ChatCall(
+        messages=messages,
+        decoding=decoding,
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=f.boolean("parallel_tool_calls", True),
+        chat=ChatOptions(thinking=thinking.enabled, effort=thinking.effort, clear_thinking=thinking.clear),
+        thinking_budget=thinking.budget,
+        template_kwargs=f.fields("chat_template_kwargs").raw,
+    )
+    return ResponsesCall(chat, _echo(f, chat), custom)
+
+
+def _echo(f: Fields, chat: ChatCall) -> dict[str, Any]:
+    sampling = chat.decoding.sampling
+    return {
+        "instructions": f.get("instructions"),
+        "max_output_tokens": chat.decoding.max_tokens,
+        "metadata": f.fields("metadata").raw,
+        "parallel_tool_calls": chat.parallel_tool_calls,
+        "previous_response_id": None,
+        "reasoning": {"effort": f.fields("reasoning").get("effort"), "summary": None},
+        "store": False,
+        "temperature": sampling.temperature,
+        "text": {"format": f.fields("text").get("format") or {"type": "text"}},
+        "tool_choice": f.get("tool_choice") or "auto",
+        "tools": f.get("tools") or [],
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+    }
+
+
+def _messages(f: Fields) -> tuple[Message, ...]:
+    out: list[Message] = []
+    if instructions := f.text("instructions"):
+        out.append(Message("system", instructions))
+    raw = f.get("input")
+    if raw is None:
+        missing("input")
+    if isinstance(raw, str):
+        return (*out, Message("user", raw))
+    if not isinstance(raw, list):
+        wrong_type("input", "a string or an array of items", raw)
+    if not raw:
+        refuse("input", "Invalid 'input': empty array. Expected at least one item.", "empty_array")
+    for i, item in enumerate(raw):
+        where = f"input[{i}]"
+        if not isinstance(item, dict):
+            wrong_type(where, "an object", item)
+        _append(out, _item(item, where))
+    if not out:
+        refuse("input", "Invalid 'input': no item holds a message.")
+    return tuple(out)
+
+
+def _append(out: list[Message], message: Message | None) -> None:
+    """Add a turn; parts of one assistant turn are joined."""
+    if message is None:
+        return
+    last = out[-1] if out else None
+    if last is None or last.role != "assistant" or message.role != "assistant":
+        out.append(message)
+        return
+    thoughts = [r for r in (last.reasoning, message.reasoning) if r is not None]
+    out[-1] = replace(
+        last,
+        content=last.content + message.content,
+        reasoning="".join(thoughts) if thoughts else None,
+        tool_calls=last.tool_calls + message.tool_calls,
+    )
+
+
+def _item(item: Mapping[str, Any], param: str) -> Message | None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        return _message(item, param)
+    if kind == "reasoning":
+        return Message("assistant", reasoning=_reasoning(item, param))
+    if kind in ("function_call", "custom_tool_call"):
+        return Message("assistant", tool_calls=(_call(item, param),))
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        call_id = item.get("call_id")
+        output = item.get("output")
+        text = output if isinstance(output, str) else parse_content(output, f"{param}.output")[0]
+        return Message("tool", text, tool_call_id=call_id if isinstance(call_id, str) else None)
+    if kind in IGNORED_ITEMS:
+        return None
+    shown = repr(kind[:40]) if isinstance(kind, str) else "not a string"
+    refuse(f"{param}.type", f"'{param}.type' is {shown}, which is not supported.", "unsupported_content")
+
+
+def _message(item: Mapping[str, Any], param: str) -> Message:
+    role = item.get("role")
+    known = ROLES.get(role) if isinstance(role, str) else None
+    if known is None or known == "tool":
+        supported = "Supported values are: 'user', 'assistant', 'system', 'developer'."
+        refuse(f"{param}.role", f"Invalid value for '{param}.role'. {supported}")
+    if "content" not in item:
+        missing(f"{param}.content")
+    content, thought = parse_content(item["content"], f"{param}.content")
+    if known == "assistant":
+        content, thought = split_inline_thinking(content, thought)
+        return Message(known, content, thought)
+    return Message(known, content)
+
+
+def _reasoning(item: Mapping[str, Any], param: str) -> str | None:
+    """The text of a reasoning item: its content, or its summary if it has no content."""
+    for key in ("content", "summary"):
+        parts = item.get(key)
+        if isinstance(parts, list) and parts:
+            texts = [p.get("text") if isinstance(p, dict) else p for p in parts]
+            if not all(isinstance(t, str) for t in texts):
+                refuse(f"{param}.{key}", f"Invalid '{param}.{key}': expected parts with a text.")
+            return "".join(str(t) for t in texts)
+    return None
+
+
+def _call(item: Mapping[str, Any], param: str) -> ToolCall:
+    name, call_id = item.get("name"), item.get("call_id")
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+        refuse(f"{param}.name", f"Invalid '{param}.name': expected a function name.")
+    if item["type"] == "custom_tool_call":
+        text = item.get("input")
+        arguments: Mapping[str, Any] = {"input": text if isinstance(text, str) else ""}
+    else:
+        arguments = parse_arguments(item.get("arguments"), f"{param}.arguments")
+    return ToolCall(name, arguments, call_id if isinstance(call_id, str) else None)
+
+
+def _tools(f: Fields) -> tuple[tuple[Tool, ...], frozenset[str]]:
+    """(tools, names of custom ones)"""
+    raw = f.get("tools")
+    if raw is None:
+        return (), frozenset()
+    if not isinstance(raw, list):
+        wrong_type("tools", "an array", raw)
+    tools: list[Tool] = []
+    custom: set[str] = set()
+    for i, tool in enumerate(raw):
+        where = f"tools[{i}]"
+        if not isinstance(tool, dict):
+            wrong_type(where, "an object", tool)
+        kind = tool.get("type")
+        if isinstance(kind, str) and kind.startswith(HOSTED_TOOLS):
+            continue
+        if kind not in ("function", "custom"):
+            refuse(f"{where}.type", f"'{where}.type': only 'function' and 'custom' are supported.", "unsupported_tool")
+        parameters = CUSTOM_INPUT if kind == "custom" else tool.get("parameters")
+        definition = {"name": tool.get("name"), "description": tool.get("description"), "parameters": parameters}
+        made = make_tool({k: v for k, v in definition.items() if v is not None}, parameters, where)
+        tools.append(made)
+        if kind == "custom":
+            custom.add(made.name)
+    return unique_tools(tools, "tools"), frozenset(custom)

@@ -1,0 +1,197 @@
+"""The OpenAI Responses API: requests as chat calls, answers as response objects and as event streams."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from protocol_helpers import TOOLS1_RAW, events_of, splits
+from pydantic import TypeAdapter
+
+from glm53.chat import render, to_text
+from glm53.errors import RequestError
+from glm53.server.protocol.events import Event, collect
+from glm53.server.protocol.requests import RequestDefaults
+from glm53.server.protocol.responses import ResponsesCall, parse_responses
+from glm53.server.protocol.responses_reply import ResponsesReply
+from glm53.server.protocol.usage import TokenCounts
+
+TOOL = {"type": "function", **TOOLS1_RAW[0]["function"], "strict": False}
+PATCH = {"type": "custom", "name": "apply_patch", "description": "p", "format": {"type": "text"}}
+COUNTS = TokenCounts(prompt=10, cached=4, completion=3, reasoning=1)
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+def call(**body: Any) -> ResponsesCall:
+    return parse_responses({"model": "m", "input": "x", **body}, RequestDefaults())
+
+
+def prompt(**body: Any) -> str:
+    chat = call(**body).chat
+    return to_text(render(chat.messages, chat.tools, chat.chat)).removeprefix("[gMASK]<sop><|system|>")
+
+
+def refused(param: str | None = None, code: str | None = None, **body: Any) -> None:
+    with pytest.raises(RequestError) as e:
+        call(**body)
+    if param is not None:
+        assert e.value.param == param
+    if code is not None:
+        assert e.value.code == code
+    assert "AAAA" not in str(e.value)
+
+
+def test_input_and_instructions() -> None:
+    assert prompt(instructions="Be brief") == "Reasoning Effort: Max<|system|>Be brief<|user|>x<|assistant|><think>"
+    parts = [{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]}]
+    assert prompt(input=parts) == "Reasoning Effort: Max<|user|>ab<|assistant|><think>"
+    assert prompt(reasoning={"effort": "low", "summary": "auto"}).startswith("Reasoning Effort: Low<")
+    assert prompt(reasoning={"effort": "none"}).endswith("<think></think>")
+
+
+def test_what_codex_sends() -> None:
+    body = {
+        "instructions": "You code.", "stream": True, "store": False, "parallel_tool_calls": False,
+        "tool_choice": "auto",
+        "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k", "client_metadata": {"a": "b"},
+        "reasoning": {"effort": "medium", "summary": "auto"}, "tools": [TOOL, PATCH, {"type": "web_search"}],
+        "text": {"verbosity": "low"},
+        "input": [
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "rules"}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "fix it"}]},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "ok"}]},
+            {"type": "function_call", "call_id": "1", "name": "write_file", "arguments": '{"path":"p"}'},
+            {"type": "custom_tool_call", "call_id": "2", "name": "apply_patch", "input": "*** p"},
+            {"type": "function_call_output", "call_id": "1", "output": "done"},
+            {"type": "custom_tool_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "patched"}]},
+        ],
+    }  # fmt: skip
+    got = call(**body)
+    assert got.custom == {"apply_patch"}
+    assert [t.name for t in got.chat.tools] == ["write_file", "apply_patch"]
+    assert not got.chat.parallel_tool_calls
+    assert prompt(**body).endswith(
+        "<|system|>You code.<|system|>rules<|user|>fix it<|assistant|><think>hm</think>ok<tool_call>write_file"
+        "<arg_key>path</arg_key><arg_value>p</arg_value></tool_call><tool_call>apply_patch<arg_key>input</arg_key>"
+        "<arg_value>*** p</arg_value></tool_call><|observation|><tool_response>done</tool_response>"
+        "<tool_response>patched</tool_response><|assistant|><think>"
+    )
+
+
+def test_fields() -> None:
+    schema = {"type": "object"}
+    got = call(
+        max_output_tokens=9, temperature=0, text={"format": {"type": "json_schema", "name": "a", "schema": schema}}
+    ).chat.decoding
+    assert (got.max_tokens, got.sampling.temperature, got.response_format.schema) == (9, 0, schema)
+    assert call(text={"format": {"type": "text"}}).chat.decoding.response_format is None
+    named = call(tools=[TOOL], tool_choice={"type": "function", "name": "write_file"}).chat.tool_choice
+    assert named.name == "write_file"
+    assert call(tools=[PATCH], tool_choice={"type": "custom", "name": "apply_patch"}).chat.tool_choice.forced
+
+
+def test_refusals() -> None:
+    for bad in (
+        None,
+        [],
+        3,
+        [3],
+        [{"role": "user"}],
+        [{"role": "robot", "content": "x"}],
+        [{"role": "tool", "content": "x"}],
+    ):
+        refused(input=bad)
+    refused("input[0].type", "unsupported_content", input=[{"type": "computer_call"}])
+    image = {"type": "input_image", "image_url": "data:image/png;base64," + "A" * 1000}
+    refused("input[0].content[0]", "unsupported_content", input=[{"role": "user", "content": [image]}])
+    refused("input[0].output[0]", "unsupported_content",
+            input=[{"type": "function_call_output", "call_id": "1", "output": [image]}])  # fmt: skip
+    refused("input[0].arguments", input=[{"type": "function_call", "name": "f", "arguments": "{"}])
+    refused("previous_response_id", "unsupported_parameter", previous_response_id="resp_1")
+    refused("background", background=True)
+    refused("tools[0].type", "unsupported_tool", tools=[{"type": "odd"}])
+    refused("tools[0].name", tools=[{"type": "function"}])
+    refused("reasoning.effort", reasoning={"effort": "huge"})
+
+
+def frames(data: bytes) -> list[dict[str, Any]]:
+    out = []
+    for part in data.decode().split("\n\n")[:-1]:
+        event, line = part.split("\n")
+        payload = json.loads(line.removeprefix("data: "))
+        assert event == f"event: {payload['type']}"
+        out.append(payload)
+    return out
+
+
+HELLO = "hm</think>Hello"
+CALLS = (
+    "hm</think>Sure.<tool_call>write_file<arg_key>mode</arg_key><arg_value>4</arg_value></tool_call>"
+    "<tool_call>apply_patch<arg_key>input</arg_key><arg_value>*** {p}\n</arg_value></tool_call>"
+)
+
+
+def request() -> ResponsesCall:
+    return call(tools=[TOOL, PATCH], instructions="i")
+
+
+def events(model: list[str], end: str) -> list[Event]:
+    return list(events_of(model, end, tools=request().chat.tools))
+
+
+def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in item.items() if k != "id"} for item in output]
+
+
+@pytest.mark.parametrize(("model", "end"), [(HELLO, "user"), (CALLS, "obs"), (HELLO, "length"), ("</think>", "user")])
+def test_stream_is_the_response(model: str, end: str) -> None:
+    for pieces in splits(model):
+        got = events(pieces, end)
+        reply = ResponsesReply("m", 1, request())
+        whole = reply.whole(collect(got), COUNTS)
+        Response.model_validate(whole)
+        data = reply.begin() + b"".join(reply.events([e]) for e in got) + reply.end(COUNTS)
+        payloads = frames(data)
+        for n, payload in enumerate(payloads):
+            EVENT.validate_python(payload)
+            assert payload["sequence_number"] == n
+        final = payloads[-1]["response"]
+        assert payloads[-1]["type"] == f"response.{final['status']}"
+        assert final["status"] == ("incomplete" if end == "length" else "completed")
+        assert without_ids(final["output"]) == without_ids(whole["output"])
+        assert {**final, "output": 0} == {**whole, "output": 0}
+        check_deltas(payloads, final["output"])
+
+
+def check_deltas(payloads: list[dict[str, Any]], output: list[dict[str, Any]]) -> None:
+    """Deltas of every item add up to it, between its `added` and its `done`."""
+    for index, item in enumerate(output):
+        own = [p for p in payloads if p.get("output_index") == index]
+        assert own[0]["type"] == "response.output_item.added"
+        assert own[-1]["type"] == "response.output_item.done"
+        assert own[-1]["item"] == item
+        assert all(p.get("item_id", item["id"]) == item["id"] for p in own)
+        text = "".join(p["delta"] for p in own if p["type"].endswith(".delta"))
+        keys = {"function_call": "arguments", "custom_tool_call": "input"}
+        assert text == (item[keys[item["type"]]] if item["type"] in keys else item["content"][0]["text"])
+
+
+def test_items() -> None:
+    whole = ResponsesReply("m", 1, request()).whole(collect(events([CALLS], "obs")), COUNTS)
+    assert [i["type"] for i in whole["output"]] == ["reasoning", "message", "function_call", "custom_tool_call"]
+    assert whole["output"][2]["arguments"] == '{"mode":4}'
+    assert whole["output"][3]["input"] == "*** {p}\n"
+    assert whole["usage"]["input_tokens_details"] == {"cached_tokens": 4, "cache_write_tokens": 0}
+    assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 1}
+
+
+def test_failure() -> None:
+    reply = ResponsesReply("m", 1, request())
+    payloads = frames(reply.begin() + reply.events(events(["hm"], "user")[:1]) + reply.failed("server_error", "broke"))
+    for payload in payloads:
+        EVENT.validate_python(payload)
+    assert payloads[-1]["type"] == "response.failed"
+    assert payloads[-1]["response"]["error"] == {"code": "server_error", "message": "broke"}
