@@ -1,6 +1,7 @@
 // HostArena: states, exact reads and what goes wrong with files, with and without page-locking.
 #include <doctest/doctest.h>
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -70,20 +71,20 @@ TEST_CASE("nothing can store into a sealed arena") {
     close(zero);
 }
 
+#if !defined(__SANITIZE_THREAD__)  // its runtime maps memory of its own in a child, into the very hole
 TEST_CASE("a child process does not get the arena's pages") {
     HostArena arena(4096, "mine");
     const int one = 1;
     arena.write(0, &one, sizeof one);
-    int fds[2];
-    REQUIRE(pipe(fds) == 0);
+    unsigned char resident = 0;
+    REQUIRE(mincore(arena.data(), 4096, &resident) == 0);
     const pid_t child = fork();
-    if (child == 0) _exit(write(fds[1], arena.data(), 4) == -1 && errno == EFAULT ? 0 : 1);
+    if (child == 0) _exit(mincore(arena.data(), 4096, &resident) == -1 && errno == ENOMEM ? 0 : 1);
     int status = -1;
     waitpid(child, &status, 0);
     CHECK(status == 0);
-    close(fds[0]);
-    close(fds[1]);
 }
+#endif
 
 TEST_CASE("neighbouring arenas are counted apart") {
     HostArena a(kHugePageBytes, "a"), b(kHugePageBytes, "b");
