@@ -356,9 +356,10 @@ int ExpertRuntime::refill(int count, StreamHandle compute, StreamHandle copy) {
     copy_ = copy;
     download(compute);
     cache_->poll();
-    cache_->refill(count, copy, compute);
+    const int started = cache_->refill(count, copy, compute);
+    const int in_flight = cache_->poll();
     upload(compute);
-    return cache_->poll();
+    return std::max(started, in_flight);
 }
 
 std::vector<std::uint16_t> ExpertRuntime::export_heat(StreamHandle compute) {

@@ -61,6 +61,7 @@ class ExpertRuntime {
     void enter_layer(int layer, const std::int64_t* picks, int n, int rows);
     void finish_prompt();
     bool in_prompt() const { return staging_active_; }
+    bool has_staging() const { return staging_ != nullptr; }
     void free_staging();  // gives the buffers' memory back; not during a long prompt
 
     // Lends the last segments until at least `bytes` are free for others, or none is left; returns the bytes lent by
@@ -68,7 +69,7 @@ class ExpertRuntime {
     std::size_t lend(std::size_t bytes, StreamHandle compute);
     // Takes lent segments back as empty slots while their memory can be had; returns how many slots came back.
     int take_back(StreamHandle compute);
-    // Publishes finished background copies and starts new ones; returns how many are in flight.
+    // Publishes finished background copies and starts new ones; returns 0 once nothing is in flight or left to start.
     int refill(int count, StreamHandle compute, StreamHandle copy);
 
     std::vector<std::uint16_t> export_heat(StreamHandle compute);

@@ -1,5 +1,4 @@
-// Bindings of the device seam, the pinned arenas and the expert cache's runtime. Addresses and streams cross as
-// integers.
+// Bindings of the expert cache's runtime. Addresses and streams cross as integers.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -32,42 +31,6 @@ nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(std::vector<T> values) {
     nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
     const std::size_t shape[1] = {held->size()};
     return nb::ndarray<nb::numpy, T, nb::ndim<1>>(held->data(), 1, shape, owner);
-}
-
-nb::dict device_info(const Device& device) {
-    const DeviceInfo i = device.info();
-    nb::dict d;
-    d["name"] = i.name;
-    d["index"] = i.index;
-    d["is_cuda"] = i.is_cuda;
-    d["total_bytes"] = i.total_bytes;
-    d["free_bytes"] = i.free_bytes;
-    d["compute_capability"] = nb::make_tuple(i.cc_major, i.cc_minor);
-    d["multiprocessors"] = i.multiprocessors;
-    d["driver_version"] = i.driver_version;
-    d["runtime_version"] = i.runtime_version;
-    d["pci_bus_id"] = i.pci_bus_id;
-    return d;
-}
-
-void read_file(HostArena& arena, const std::string& path, std::uint64_t file_offset, std::size_t arena_offset,
-               std::size_t bytes, std::optional<std::pair<std::uint64_t, std::int64_t>> version) {
-    std::optional<FileVersion> expected;
-    if (version) expected = FileVersion{version->first, version->second};
-    const nb::gil_scoped_release release;
-    arena.read_file(path, file_offset, arena_offset, bytes, expected);
-}
-
-nb::dict arena_stats(const HostArena& arena) {
-    const ArenaStats s = arena.stats();
-    nb::dict d;
-    d["bytes"] = s.bytes;
-    d["mapped_bytes"] = s.mapped_bytes;
-    d["read_bytes"] = s.read_bytes;
-    d["resident_bytes"] = s.resident_bytes;
-    d["huge_bytes"] = s.huge_bytes;
-    d["pinned_bytes"] = s.pinned_bytes;
-    return d;
 }
 
 nb::dict runtime_stats(ExpertRuntime& runtime, std::uintptr_t stream) {
@@ -152,31 +115,6 @@ const std::int64_t* picks_at(std::uintptr_t address) {
     return reinterpret_cast<const std::int64_t*>(address);
 }
 
-void bind_device(nb::module_& m) {
-    nb::exception<DeviceFailure>(m, "DeviceFailure", PyExc_RuntimeError);
-    nb::class_<Device>(m, "Device", "The seam to a GPU, or the host standing in for one.")
-        .def("info", &device_info)
-        .def("pinned_bytes", &Device::pinned_bytes);
-    m.def(
-        "cuda_device", [](int index) { return make_cuda_device(index); }, "index"_a,
-        "The GPU of that index. Raises DeviceFailure without CUDA objects, without a driver, or for a bad index.");
-    m.def(
-        "host_device", [](std::uint64_t bytes) { return std::shared_ptr<Device>(make_host_device(bytes)); },
-        "bytes"_a = std::uint64_t{1} << 34, "A working stand-in in host memory, for tests.");
-    nb::class_<HostArena>(m, "HostArena", "One exact-size block of host memory, page-locked when a device is given.")
-        .def(nb::init<std::size_t, std::string, std::shared_ptr<Device>>(), "bytes"_a, "name"_a,
-             "device"_a.none() = nb::none(), nb::call_guard<nb::gil_scoped_release>())
-        .def_prop_ro("address", [](const HostArena& a) { return reinterpret_cast<std::uintptr_t>(a.data()); })
-        .def_prop_ro("device_address",
-                     [](const HostArena& a) { return reinterpret_cast<std::uintptr_t>(a.device_address()); })
-        .def_prop_ro("bytes", &HostArena::bytes)
-        .def("read_file", &read_file, "path"_a, "file_offset"_a, "arena_offset"_a, "bytes"_a,
-             "version"_a.none() = nb::none(),
-             "Reads file bytes straight into the arena, without the GIL. version: (size, mtime_ns) the file must have.")
-        .def("seal", &HostArena::seal, "Makes the arena read-only for good.")
-        .def("stats", &arena_stats);
-}
-
 void bind_expert_runtime(nb::module_& m) {
     nb::class_<ExpertRuntime>(m, "ExpertRuntime",
                               "Slots, tables and staging of all MoE layers; one thread, one stream.")
@@ -218,6 +156,7 @@ void bind_expert_runtime(nb::module_& m) {
             "layer"_a, "picks"_a, "n"_a, "rows"_a)
         .def("finish_prompt", &ExpertRuntime::finish_prompt)
         .def_prop_ro("in_prompt", &ExpertRuntime::in_prompt)
+        .def_prop_ro("has_staging", &ExpertRuntime::has_staging)
         .def("free_staging", &ExpertRuntime::free_staging)
         .def(
             "lend", [](ExpertRuntime& r, std::size_t bytes, std::uintptr_t s) { return r.lend(bytes, stream_of(s)); },
@@ -251,7 +190,6 @@ void bind_expert_runtime(nb::module_& m) {
 }  // namespace
 
 void bind_runtime(nb::module_& m) {
-    bind_device(m);
     bind_expert_runtime(m);
 }
 

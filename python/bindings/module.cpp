@@ -25,5 +25,7 @@ NB_MODULE(_core, m) {
     m.doc() = "Native core of glm53";
     glm53::bindings::bind_build_info(m);
     glm53::bindings::bind_cpu(m);
+    glm53::bindings::bind_memory(m);  // before whoever takes a Device
+    glm53::bindings::bind_clock(m);
     glm53::bindings::bind_runtime(m);
 }

@@ -5,5 +5,7 @@
 namespace glm53::bindings {
 void bind_build_info(nanobind::module_& m);
 void bind_cpu(nanobind::module_& m);
+void bind_memory(nanobind::module_& m);
+void bind_clock(nanobind::module_& m);
 void bind_runtime(nanobind::module_& m);
 }  // namespace glm53::bindings

@@ -1,0 +1,235 @@
+"""Loads a checkpoint through exllamav3 with its routed experts in pinned host memory, and sizes the expert cache.
+
+Order: device, checkpoint headers, page-locking and reading of the experts (worker threads) beside exllamav3's own load
+of everything else, then slots from the VRAM that is left. A failure anywhere undoes the hooks and frees what was taken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...checkpoint import Checkpoint
+from ...config import Settings
+from ...errors import DeviceError, EngineError
+from ...hooks import Patch, TrellisSource, import_exllamav3, moe_modules, verify_layers
+from ...runtime import PARTS, ExpertStore, open_cuda
+from ..protocol import Progress
+from . import pins, warm
+from .passes import GB, Passes, PassSettings
+
+PAGE_TOKENS = 256
+SEGMENT_SLOTS = 32
+RECURRENT_CACHE_BYTES = 1 << 30
+"""Host RAM for KDA states kept for prefix reuse."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What the settings do not carry: limits for tests and measurements."""
+
+    max_slots: int | None = None
+    stage_from: int | None = None
+    knobs: dict[str, int] | None = None
+    use_heat: bool = True
+
+
+@dataclass(slots=True)
+class Loaded:
+    """Everything a running engine holds; `close` releases it in order."""
+
+    exllamav3: Any
+    model: Any
+    cache: Any
+    tokenizer: Any
+    store: ExpertStore
+    runtime: Any
+    passes: Passes
+    patch: Patch
+    heat_file: Path
+    heat_key: str
+    vocab_size: int
+    context: int
+    slots: int
+
+    def close(self) -> None:
+        """Unpatch, drop the model, then the slots and arenas its tables point to. Nothing may use this afterwards."""
+        torch.cuda.synchronize()
+        self.patch.undo()
+        self.model.unload()
+        for name in ("patch", "passes", "runtime", "cache", "model", "tokenizer", "store"):
+            setattr(self, name, None)
+        torch.cuda.empty_cache()
+
+
+class Aliases:
+    """CUDA tensors over the arenas: what exllamav3 gets for a routed expert's trellis."""
+
+    def __init__(self, store: ExpertStore, checkpoint: Checkpoint, gpu: int) -> None:
+        from exllamav3.ext import exllamav3_ext as ext
+
+        self._ext, self._store, self._gpu = ext, store, gpu
+        self._layers: dict[int, torch.Tensor] = {}
+        self._shapes = {
+            (layer, e.which): e.trellis.shape for layer in store.layers for e in checkpoint.experts(layer)[:3]
+        }
+
+    def layer(self, layer: int) -> torch.Tensor:
+        """The whole arena as a uint8 CUDA tensor; waits until it is page-locked."""
+        if layer not in self._layers:
+            arena = self._store.arena(layer)
+            if arena.device_address != arena.address:
+                raise DeviceError(f"layer {layer}: the GPU sees pinned memory at another address than the CPU")
+            block = (ctypes.c_uint8 * arena.bytes).from_address(arena.address)
+            self._layers[layer] = self._ext.pinned_cuda_view(torch.frombuffer(block, dtype=torch.uint8), self._gpu)
+        return self._layers[layer]
+
+    def tensor(self, layer: int, expert: int, part: str) -> torch.Tensor | None:
+        """int16 (in/16, out/16, 16 K); None for a layer that is not in the store (the MTP head)."""
+        if layer not in self._store.layers:
+            return None
+        layout, index = self._store.layout, PARTS.index(part)
+        start = expert * layout.stride + layout.offsets[index]
+        flat = self.layer(layer)[start : start + layout.part_bytes[index]]
+        return flat.view(torch.int16).view(self._shapes[layer, part])
+
+
+def architecture(gpu: int) -> str:
+    """Like "sm_86"."""
+    major, minor = torch.cuda.get_device_capability(gpu)
+    return f"sm_{major}{minor}"
+
+
+def load(settings: Settings, progress: Progress, options: LoadOptions | None = None) -> Loaded:
+    """Load `settings.model_dir`. Raises DeviceError, CheckpointError, ResourceError, ConfigError, EngineError."""
+    device = open_cuda(settings.gpu)
+    if not torch.cuda.is_available():
+        raise DeviceError("this torch was built without CUDA; install the CUDA build of torch")
+    torch.cuda.set_device(settings.gpu)
+    with Checkpoint.open(settings.model_dir) as checkpoint:
+        progress("exllamav3", 0.0)
+        exllamav3 = import_exllamav3()
+        pinned = pins.pin_path(architecture(settings.gpu), settings.triton_pin)
+        if pinned is not None:
+            pins.apply_pins(pinned, architecture(settings.gpu))
+        store = ExpertStore(checkpoint, device, progress)
+        try:
+            return _Loading(settings, options or LoadOptions(), exllamav3, store, device).run(checkpoint, progress)
+        except BaseException:
+            store.abandon()
+            raise
+
+
+def slot_count(free: int, *, reserve: int, slot_bytes: int, entries: int, top_k: int, limit: int | None) -> int:
+    """Cache slots in `free` bytes of VRAM. Raises DeviceError when one token's picks of one layer do not fit."""
+    slots = min((free - reserve) // slot_bytes, entries) if free > reserve else 0
+    if limit is not None:
+        slots = min(slots, limit)
+    if slots < top_k:
+        raise DeviceError(
+            f"too little VRAM for the expert cache: {free / GB:.1f} GB free after load, {reserve / GB:.1f} GB "
+            f"reserved, {top_k * slot_bytes / GB:.2f} GB needed for one layer's {top_k} picks; lower --cache-tokens"
+        )
+    return slots
+
+
+@dataclass(slots=True)
+class _Loading:
+    """One load in progress."""
+
+    settings: Settings
+    options: LoadOptions
+    exllamav3: Any
+    store: ExpertStore
+    device: Any
+
+    def run(self, checkpoint: Checkpoint, progress: Progress) -> Loaded:
+        settings, store = self.settings, self.store
+        config = self.exllamav3.Config.from_directory(str(settings.model_dir))
+        model = self.exllamav3.Model.from_config(config)
+        tokens = max(PAGE_TOKENS, settings.cache_tokens // PAGE_TOKENS * PAGE_TOKENS)
+        cache = self.exllamav3.Cache(model, max_num_tokens=tokens, max_batch_size=settings.autosplit_max_batch_size)
+        aliases = Aliases(store, checkpoint, settings.gpu)
+        try:
+            with TrellisSource(config.stc, aliases.tensor) as source:
+                _load_weights(model, settings.gpu)
+            expected = len(store.layers) * store.experts * len(PARTS)
+            if source.answered != expected:
+                raise EngineError(f"exllamav3 asked for {source.answered} expert tensors, {expected} expected")
+            store.finish()
+            checkpoint.verify_unchanged()
+            modules = moe_modules(self.exllamav3, model)
+            verify_layers(modules, store.experts)
+            progress("expert cache", 0.0)
+            return self._with_cache(config, model, cache, modules)
+        except BaseException:
+            model.unload()
+            raise
+
+    def _with_cache(self, config: Any, model: Any, cache: Any, modules: list[Any]) -> Loaded:
+        settings, store = self.settings, self.store
+        torch.cuda.empty_cache()
+        top_k, reserve = modules[0].num_experts_per_tok, int(settings.reserve_gb() * GB)
+        slots = slot_count(
+            torch.cuda.mem_get_info(settings.gpu)[0],
+            reserve=reserve,
+            slot_bytes=store.layout.stride,
+            entries=len(modules) * store.experts,
+            top_k=top_k,
+            limit=self.options.max_slots,
+        )
+        runtime = self._runtime(modules, slots)
+        stage = min(int(settings.ec_stage_gb * GB), store.experts * store.layout.stride)
+        limits = PassSettings(stage, int(settings.ec_elastic_gb * GB), reserve, self.options.stage_from)
+        passes = Passes(runtime, limits, experts=store.experts, top_k=top_k, hidden=modules[0].hidden_size)
+        patch = Patch(model, modules, passes.route, passes.bracket)
+        patch.install()
+        loaded = Loaded(
+            exllamav3=self.exllamav3,
+            model=model,
+            cache=cache,
+            tokenizer=self.exllamav3.Tokenizer.from_config(config),
+            store=store,
+            runtime=runtime,
+            passes=passes,
+            patch=patch,
+            heat_file=settings.state_dir / warm.FILE_NAME,
+            heat_key=warm.checkpoint_key(settings.model_dir, len(modules), store.experts),
+            vocab_size=config.vocab_size,
+            context=cache.max_num_tokens,
+            slots=slots,
+        )
+        self._warm(loaded, len(modules) * store.experts)
+        return loaded
+
+    def _runtime(self, modules: list[Any], slots: int) -> Any:
+        from ... import _core
+
+        store = self.store
+        tables = [[getattr(m, f"multi_{p}").ptrs_trellis.data_ptr() for p in PARTS] for m in modules]
+        homes = [store.arena(layer).address for layer in store.layers]
+        parts, knobs = list(store.layout.part_bytes), self.options.knobs or {}
+        try:
+            return _core.ExpertRuntime(self.device, store.experts, slots, SEGMENT_SLOTS, parts, tables, homes, knobs)
+        except RuntimeError as e:
+            raise DeviceError(f"the expert cache of {slots} slots could not be made: {e}") from None
+
+    def _warm(self, loaded: Loaded, entries: int) -> None:
+        heat = warm.load(loaded.heat_file, loaded.heat_key, entries) if self.options.use_heat else None
+        if heat is not None:
+            loaded.runtime.import_heat(heat, loaded.passes.stream)
+            loaded.passes.refill_all()
+
+
+def _load_weights(model: Any, gpu: int) -> None:
+    try:
+        model.load(device=f"cuda:{gpu}", progressbar=False)
+    except torch.OutOfMemoryError as e:
+        raise DeviceError(
+            f"GPU {gpu} has too little VRAM for the model beside its experts: {' '.join(str(e).split())[:300]}; "
+            "a smaller --cache-tokens needs less"
+        ) from None

@@ -1,0 +1,146 @@
+"""What happens around exllamav3's forward passes: which way the experts are read, and who has the VRAM meanwhile.
+
+States: resident (slots hold experts) -> lent (a long prompt took segments for staging and activations) -> refilling
+(slots are back and fill with the hottest experts in the background) -> resident.
+Threads: the engine thread alone. Costs: a decode step adds one call per MoE layer and no wait; a long prompt one wait
+at its start; every round between passes while refilling, two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...hooks import MAX_DECODE_ROWS
+
+GB = 10**9
+REFILL_AT_ONCE = 8
+_STREAM_PICKS_PER_EXPERT = 4
+"""A pass with this many picks per expert touches nearly every expert: staging whole layers ahead then wins."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassSettings:
+    """Knobs in bytes and tokens. `stage_from` None: derived from picks per expert; 0 forces staging, for tests."""
+
+    stage_bytes: int
+    elastic_bytes: int
+    reserve_bytes: int
+    stage_from: int | None = None
+
+
+def stage_threshold(experts: int, top_k: int, stage_from: int | None) -> int:
+    """Tokens from which a pass is staged; never a decode step."""
+    derived = -(-_STREAM_PICKS_PER_EXPERT * experts // top_k) if stage_from is None else stage_from
+    return max(derived, MAX_DECODE_ROWS + 1)
+
+
+def activation_bytes(tokens: int, hidden: int, top_k: int, streams: int = 4) -> int:
+    """VRAM a prefill pass needs beside weights: residual streams, attention inputs and the experts' slot scratch.
+
+    Per token: 2 x `streams` x hidden fp32 residuals, 24 x hidden fp16 of attention, (top_k x 1.1 + 2) x hidden fp32
+    of expert outputs; 256 MiB for weights decoded on the fly. A first guess that measurement replaces.
+    """
+    per_token = hidden * (2 * streams * 4 + 24 * 2 + int((top_k * 1.1 + 2) * 4))
+    return tokens * per_token + (256 << 20)
+
+
+class Passes:
+    """The hooks' receiving end. `route` and `bracket` go to `hooks.Patch`; `between` is called between passes."""
+
+    def __init__(self, runtime: Any, settings: PassSettings, *, experts: int, top_k: int, hidden: int) -> None:
+        self._rt, self._settings = runtime, settings
+        self._top_k, self._hidden = top_k, hidden
+        self.threshold = stage_threshold(experts, top_k, settings.stage_from)
+        self._copy = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._per_token = 0.0
+        self._lent = 0
+        self._refilling = False
+        self._staging = False
+        self.counts = {"decode_passes": 0, "prompt_passes": 0, "staged_passes": 0, "lendings": 0}
+
+    @property
+    def stream(self) -> int:
+        """The compute stream's handle."""
+        return int(torch.cuda.current_stream().cuda_stream)
+
+    def route(self, layer: int, rows: int, selected: torch.Tensor, params: dict[str, Any]) -> None:
+        """Called by exllamav3 right after a layer's router."""
+        picks, n = selected.data_ptr(), selected.numel()
+        if self._staging:
+            self._rt.enter_layer(layer, picks, n, rows)
+        elif rows <= MAX_DECODE_ROWS:
+            self._rt.decode(layer, picks, n, rows, self.stream)
+        else:
+            self._rt.prompt(layer, picks, n, rows, self.stream)
+
+    @contextmanager
+    def bracket(self, tokens: int) -> Iterator[None]:
+        """Around one forward pass."""
+        if tokens < self.threshold:
+            self.counts["decode_passes" if tokens <= MAX_DECODE_ROWS else "prompt_passes"] += 1
+            yield
+            return
+        base = self._begin(tokens)
+        try:
+            yield
+        finally:
+            self._staging = False
+            self._rt.finish_prompt()
+        self._measure(tokens, base)
+
+    def _begin(self, tokens: int) -> int:
+        self._make_room(tokens)
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        self._rt.begin_prompt(self._settings.stage_bytes, self.stream, int(self._copy.cuda_stream))
+        self._staging = True
+        self.counts["staged_passes"] += 1
+        return int(base)
+
+    def _measure(self, tokens: int, base: int) -> None:
+        used = torch.cuda.max_memory_allocated() - base
+        self._per_token = max(self._per_token, used / tokens)
+
+    def _need(self, tokens: int) -> int:
+        guess = activation_bytes(tokens, self._hidden, self._top_k)
+        measured = int(self._per_token * tokens * 1.1) + (256 << 20) if self._per_token else guess
+        return measured
+
+    def _make_room(self, tokens: int) -> None:
+        """Lend slots until activations and staging fit beside the reserve, within the elastic limit."""
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        staging = 0 if self._rt.has_staging else 2 * self._settings.stage_bytes
+        need = self._need(tokens)
+        free = torch.cuda.mem_get_info()[0] - self._settings.reserve_bytes // 2
+        short = staging + max(need - cached, 0) - free
+        if short <= 0:
+            return
+        if cached > need // 4:  # the driver must get the allocator's leftovers before staging is allocated
+            torch.cuda.empty_cache()
+        limit = max(self._settings.elastic_bytes - self._lent, 0)
+        lent = self._rt.lend(min(short, limit), self.stream) if limit else 0
+        if lent:
+            self._lent += lent
+            self.counts["lendings"] += 1
+
+    def between(self, prompts_left: bool) -> bool:
+        """Take lent slots back once no prompt is being read, and refill; True while there is more to do."""
+        if self._lent and not prompts_left:
+            self._rt.free_staging()
+            torch.cuda.empty_cache()
+            self._rt.take_back(self.stream)
+            self._lent = 0
+            self._refilling = True
+        if self._refilling and not prompts_left:
+            self._refilling = self._rt.refill(REFILL_AT_ONCE, self.stream, int(self._copy.cuda_stream)) > 0
+        return self._refilling
+
+    def refill_all(self) -> None:
+        """Fill empty slots with the hottest experts, waiting for the copies (at load)."""
+        while self._rt.refill(REFILL_AT_ONCE, self.stream, int(self._copy.cuda_stream)) > 0:
+            self._copy.synchronize()

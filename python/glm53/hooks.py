@@ -1,0 +1,199 @@
+"""The one place that patches exllamav3: what is replaced, how it is checked first, and how it is put back.
+
+Replaced, on instances only (no class or module of exllamav3 changes):
+  `config.stc.get_tensor`       while a model loads: trellises of routed experts are answered with aliases of our arenas
+  `BlockSparseMLP.routing_fn`   of every MoE layer: after the router, before the experts' kernels
+  `Model.forward`, `.prefill`   bracketed, so that a long prompt's staging can begin before its first layer
+States of a Patch: new -> installed (`install`) -> undone (`undo`). A model carries at most one patch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from .errors import DeviceError, EngineError
+
+VERSION = "1.5.1"
+MAX_DECODE_ROWS = 8
+EXPERT_KEY = re.compile(r"\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.trellis$")
+_MARK = "_glm53_patch"
+_MISSING = object()
+
+Route = Callable[[int, int, Any, dict[str, Any]], None]
+"""`route(moe_layer, rows, selected_experts, params)`: moe_layer counts MoE layers from 0."""
+Bracket = Callable[[int], AbstractContextManager[None]]
+"""`bracket(tokens)` surrounds one forward pass over that many tokens."""
+Answer = Callable[[int, int, str], Any]
+"""`answer(model_layer, expert, part)`: the tensor that stands for that trellis."""
+
+
+def import_exllamav3() -> Any:
+    """exllamav3, compiled and of the right version. Raises DeviceError with what to do."""
+    try:
+        import exllamav3
+    except ImportError as e:
+        raise DeviceError(f"exllamav3 {VERSION} is not installed ({e}); pip install 'glm53[cuda]'") from None
+    except Exception as e:
+        raise DeviceError(f"exllamav3's extension cannot be built or loaded: {' '.join(str(e).split())[:400]}") from e
+    verify_module(exllamav3)
+    return exllamav3
+
+
+def _parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def verify_module(exllamav3: Any) -> None:
+    """Check version and the signatures this file relies on. Raises DeviceError naming the first difference."""
+    import importlib
+
+    def part(name: str) -> Any:
+        return importlib.import_module(f"{exllamav3.__name__}.{name}")
+
+    version = part("version").__version__
+    if version != VERSION:
+        raise DeviceError(
+            f"exllamav3 {version} is installed, glm53 is made for {VERSION}: pip install exllamav3=={VERSION}"
+        )
+    moe, routing, stc = (
+        part("modules.block_sparse_mlp"),
+        part("modules.block_sparse_mlp_routing"),
+        part("loader.safetensors"),
+    )
+    expected = {
+        "routing_dots": (routing.routing_dots, ["bsz", "cfg", "y", "params"]),
+        "Model.forward": (exllamav3.Model.forward, ["self", "input_ids", "params"]),
+        "Model.prefill": (exllamav3.Model.prefill, ["self", "input_ids", "params"]),
+        "SafetensorsCollection.get_tensor": (
+            stc.SafetensorsCollection.get_tensor,
+            [
+                "self",
+                "key",
+                "device",
+                "optional",
+                "allow_bf16",
+                "float2half",
+                "no_defer",
+                "transpose",
+                "pad_to",
+                "fidx",
+            ],
+        ),
+    }
+    for name, (function, parameters) in expected.items():
+        if _parameters(function) != parameters:
+            raise DeviceError(f"exllamav3 {version}: {name}{inspect.signature(function)} is not the one of {VERSION}")
+    if moe.MAX_BSZN != MAX_DECODE_ROWS:
+        raise DeviceError(f"exllamav3 {version}: decode kernels take {moe.MAX_BSZN} rows, not {MAX_DECODE_ROWS}")
+    if not hasattr(part("ext").exllamav3_ext, "pinned_cuda_view"):
+        raise DeviceError(f"exllamav3 {version}: its extension lacks pinned_cuda_view; rebuild it")
+
+
+def moe_modules(exllamav3: Any, model: Any) -> list[Any]:
+    """The model's MoE layers in order."""
+    import importlib
+
+    kind = importlib.import_module(f"{exllamav3.__name__}.modules.block_sparse_mlp").BlockSparseMLP
+    return [module for module in model if isinstance(module, kind)]
+
+
+def verify_layers(modules: list[Any], experts: int) -> None:
+    """Check that every MoE layer runs through its address tables. Raises EngineError naming the layer."""
+    for m in modules:
+        whole = m.num_local_experts == m.num_experts == experts and m.cpu_split_first is None and not m.cpu_offload
+        tables: list[Any] = [getattr(m, f"multi_{part}", None) for part in ("gate", "up", "down")]
+        if not whole or m.bc is None or not m.support_fused or any(t is None for t in tables):
+            raise EngineError(f"{m.key}: exllamav3 does not run this layer's experts through address tables")
+        if m.num_experts_per_tok * MAX_DECODE_ROWS > 64:
+            raise EngineError(f"{m.key}: {m.num_experts_per_tok} picks a token; the expert cache handles at most 8")
+        if any(t.ptrs_trellis.numel() != experts or t.ptrs_trellis.element_size() != 8 for t in tables):
+            raise EngineError(f"{m.key}: unexpected address tables")
+
+
+class TrellisSource:
+    """Answers exllamav3's loader for routed experts' trellises while it is entered."""
+
+    def __init__(self, stc: Any, answer: Answer) -> None:
+        self._stc, self._answer = stc, answer
+        self.answered = 0
+
+    def __enter__(self) -> TrellisSource:
+        if "get_tensor" in vars(self._stc):
+            raise EngineError("exllamav3's loader is patched already")
+        original = self._stc.get_tensor
+
+        @functools.wraps(original)
+        def get_tensor(key: str, *args: Any, **kwargs: Any) -> Any:
+            match = EXPERT_KEY.search(key)
+            tensor = self._answer(int(match[1]), int(match[2]), match[3]) if match else None
+            if tensor is None:
+                return original(key, *args, **kwargs)
+            self.answered += 1
+            return tensor
+
+        self._stc.get_tensor = get_tensor
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        vars(self._stc).pop("get_tensor", None)
+
+
+class Patch:
+    """The hooks of one loaded model. Use `install` and `undo`."""
+
+    def __init__(self, model: Any, modules: list[Any], route: Route, bracket: Bracket) -> None:
+        self._model, self._modules, self._route, self._bracket = model, modules, route, bracket
+        self._saved: list[tuple[Any, str, Any]] = []
+
+    def install(self) -> None:
+        """Put the hooks in; all or none. Raises EngineError if the model is patched already."""
+        if getattr(self._model, _MARK, None) is not None:
+            raise EngineError("this model is patched already; undo that first")
+        try:
+            for index, module in enumerate(self._modules):
+                self._replace(module, "routing_fn", self._routed(index, module.routing_fn))
+            for name in ("forward", "prefill"):
+                self._replace(self._model, name, self._bracketed(getattr(self._model, name)))
+            self._replace(self._model, _MARK, self)
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Put everything back, newest first; idempotent."""
+        while self._saved:
+            target, name, value = self._saved.pop()
+            if value is _MISSING:
+                vars(target).pop(name, None)
+            else:
+                setattr(target, name, value)
+
+    def _replace(self, target: Any, name: str, value: Any) -> None:
+        self._saved.append((target, name, vars(target).get(name, _MISSING)))
+        setattr(target, name, value)
+
+    def _routed(self, index: int, original: Any) -> Any:
+        route = self._route
+
+        @functools.wraps(original)
+        def routing_fn(bsz: int, cfg: Any, y: Any, params: dict[str, Any]) -> Any:
+            selected, weights = original(bsz, cfg, y, params)
+            route(index, bsz, selected, params)
+            return selected, weights
+
+        return routing_fn
+
+    def _bracketed(self, original: Any) -> Any:
+        bracket = self._bracket
+
+        @functools.wraps(original)
+        def forward(input_ids: Any, params: dict[str, Any] | None = None) -> Any:
+            with bracket(input_ids.numel()):
+                return original(input_ids, params)
+
+        return forward

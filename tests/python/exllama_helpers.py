@@ -1,0 +1,65 @@
+"""The GPU engine on no GPU: the real engine, loader, hooks and expert runtime over the stand-in exllamav3 and the host
+device."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import glm53
+from glm53 import _core
+from glm53.config import Settings
+
+TINY = Path(glm53.__file__).parent / "models" / "tiny"
+FAKES = Path(__file__).parent / "fakes"
+
+
+class FakeCuda:
+    """What the engine asks of torch.cuda, on the host device; `free` is the VRAM it reports."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+        self.device = _core.HostDevice()
+
+
+def use_fakes(monkeypatch: pytest.MonkeyPatch, free: int = 4 * 10**9) -> FakeCuda:
+    """Make `import exllamav3` find the stand-in, and torch.cuda and the device seam the host."""
+    for name in [n for n in sys.modules if n == "exllamav3" or n.startswith("exllamav3.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(FAKES))
+    cuda = FakeCuda(free)
+
+    def stream(handle: int) -> Any:
+        return SimpleNamespace(cuda_stream=handle, synchronize=lambda: None)
+
+    replaced: dict[str, Any] = {
+        "is_available": lambda: True,
+        "set_device": lambda index: None,
+        "synchronize": lambda *a: None,
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda *a: (cuda.free, cuda.free),
+        "memory_allocated": lambda *a: 0,
+        "memory_reserved": lambda *a: 0,
+        "max_memory_allocated": lambda *a: 1 << 20,
+        "reset_peak_memory_stats": lambda *a: None,
+        "get_device_name": lambda *a: "host",
+        "get_device_capability": lambda *a: (0, 0),
+        "current_stream": lambda *a: stream(16),
+        "Stream": lambda: stream(32),
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(_core, "cuda_device", lambda index: cuda.device)
+    return cuda
+
+
+def make_settings(tmp_path: Path, **changes: Any) -> Settings:
+    """Settings for the bundled checkpoint with everything learned going to `tmp_path`."""
+    base = Settings(model_dir=TINY, mode="exact", state_dir=tmp_path, cache_tokens=8192, chunk_size=512)
+    return dataclasses.replace(base, **changes)
