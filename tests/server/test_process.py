@@ -1,0 +1,231 @@
+"""`glm53 serve --scripted` as a process: signals, exit codes, readiness; and the benchmarks against it."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+TALK = {"pieces": ["</think>", *["word "] * 100], "end": "user", "rate": 100}
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Served:
+    """A running server process."""
+
+    def __init__(self, script: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
+        self.port = free_port()
+        command = [sys.executable, "-m", "glm53", "serve", "--scripted", str(script), "--port", str(self.port)]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("GLM53_")} | (env or {})
+        self.process = subprocess.Popen(
+            [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait_ready(self, seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            assert self.process.poll() is None, self.process.communicate()[0]
+            try:
+                if self.get("/health") == 200:
+                    return
+            except OSError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError("not ready")
+
+    def get(self, path: str) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
+    def open_stream(self) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        assert reply.status == 200
+        for _ in range(12):
+            reply.readline()
+        return connection, reply
+
+    def end(self, seconds: float = 30) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=seconds)
+        return self.process.returncode, output
+
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    started: list[Served] = []
+
+    def make(answer: Any, *arguments: str, ready: bool = True, **options: Any) -> Served:
+        script = tmp_path / f"{len(started)}.jsonl"
+        script.write_text(answer if isinstance(answer, str) else json.dumps(answer) + "\n", encoding="utf-8")
+        started.append(Served(script, *arguments, **options))
+        if ready:
+            started[-1].wait_ready()
+        return started[-1]
+
+    yield make
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+        one.process.communicate()
+
+
+def test_b75_sigterm_finishes_the_stream_and_exits_0(serve: Serve) -> None:
+    server = serve(TALK)
+    connection, reply = server.open_stream()
+    server.process.send_signal(signal.SIGTERM)
+    assert reply.read().endswith(b"data: [DONE]\n\n")
+    connection.close()
+    code, output = server.end()
+    assert code == 0
+    assert "Traceback" not in output
+    assert "loaded in" in output
+    assert sum("loaded in" in line for line in output.splitlines()) == 1
+
+
+def test_b75_second_sigterm_ends_the_stream_with_an_error_event(serve: Serve) -> None:
+    server = serve({**TALK, "rate": 5})
+    connection, reply = server.open_stream()
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    started = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    rest = reply.read()
+    assert b'"shutting_down"' in rest
+    assert rest.endswith(b"data: [DONE]\n\n")
+    connection.close()
+    code, output = server.end()
+    assert (code, time.monotonic() - started < 8) == (0, True)
+    assert "Traceback" not in output
+
+
+def test_readiness_is_notified(serve: Serve, tmp_path: Path) -> None:
+    path = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s:
+        s.bind(path)
+        s.settimeout(60)
+        server = serve(TALK, ready=False, env={"NOTIFY_SOCKET": path})
+        seen = ""
+        while "READY=1" not in seen:
+            seen += s.recv(4096).decode() + "\n"
+        assert server.get("/health") == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert "STOPPING=1" in s.recv(4096).decode()
+    assert server.end()[0] == 0
+
+
+@pytest.mark.parametrize("script", ["{", '{"pieces": [], "end": "nowhere"}\n', ""])
+def test_a_malformed_script_is_one_line_and_exit_78(serve: Serve, script: str) -> None:
+    code, output = serve(script, ready=False).end()
+    assert code == 78
+    assert "Traceback" not in output
+    told = [line for line in output.splitlines() if "--scripted" in line]
+    assert len(told) == 1
+
+
+def test_a_port_in_use_is_one_line(serve: Serve) -> None:
+    first = serve(TALK)
+    code, output = serve(TALK, "--port", str(first.port), ready=False).end()
+    assert code != 0
+    assert "Traceback" not in output
+    assert f"port {first.port}" in output
+    assert "in use" in output
+
+
+def bench(name: str, *arguments: str) -> tuple[int, Any, str]:
+    done = subprocess.run(
+        [sys.executable, str(BENCH / name), *arguments, "--json", "-"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
+
+
+def test_stream_rate_passes_on_this_server(serve: Serve) -> None:
+    code, figures, told = bench("stream_rate.py", "--url", serve(TALK).url, "--streams", "4")
+    assert (code, told) == (0, "")
+    assert len(figures["streams"]) == 4
+    for stream in figures["streams"]:
+        assert stream["tokens_per_s"] == pytest.approx(100, rel=0.2)
+        assert stream["tokens"] == 101
+
+
+class HalfSpeed(http.server.BaseHTTPRequestHandler):
+    """A server that delivers half of the text at half speed and the rest at the end."""
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        for i in range(100):
+            delta = {"choices": [{"index": 0, "delta": {"content": "word "}, "finish_reason": None}]}
+            self.wfile.write(b"data: " + json.dumps(delta).encode() + b"\n\n")
+            if i < 50:
+                time.sleep(0.02)
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def test_stream_rate_fails_on_a_server_that_flushes_at_the_end() -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), HalfSpeed)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        code, figures, _ = bench("stream_rate.py", "--url", f"http://127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert code == 1
+    assert figures["even"] is False
+    assert figures["streams"][0]["bend"] > 0.3
+
+
+def test_stream_rate_gives_no_verdict_without_a_server_or_on_a_short_answer(serve: Serve) -> None:
+    code, _, told = bench("stream_rate.py", "--url", f"http://127.0.0.1:{free_port()}")
+    assert (code, told.startswith("stream_rate: ")) == (2, True)
+    assert "Traceback" not in told
+    code, _, told = bench("stream_rate.py", "--url", serve({"pieces": ["</think>", "x"], "end": "user"}).url)
+    assert code == 2
+    assert "only 1 events" in told
+
+
+def test_server_overhead_runs(serve: Serve) -> None:
+    """The figures are for a quiet machine; here only that they are made, and of what."""
+    server = serve({"pieces": ["</think>", *["x"] * 999], "end": "user"})
+    code, figures, told = bench("server_overhead.py", "--url", server.url, "--tokens", "1000", "--streams", "2")
+    assert code in (0, 1), told
+    assert figures["tokens"] == 2000
+    assert figures["health_probes"] > 0
