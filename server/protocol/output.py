@@ -22,9 +22,8 @@ from glm53.engine.protocol import Finish, Token
 from glm53.tokenizer import Tokenizer
 
 from .calls import CallBuilder
-from .events import ContentText, Done, DoneReason, Event, ReasoningText, merge
-from .spans import TokenSpans
-from .stops import StopMatcher
+from .channels import Channels
+from .events import Done, DoneReason, Event
 from .tags import (
     AFTER_KEY,
     AFTER_VALUE,
@@ -74,24 +73,20 @@ class OutputParser:
     ) -> None:
         self.stopped = False
         """True once nothing further can show (a stop string was met, or the one allowed call is complete): cancel."""
-        self.reasoning_tokens = 0
         self.tokens = 0
+        """Tokens fed, without those behind the place where the answer `stopped`."""
         hidden = frozenset() if show_special else tokenizer.special_ids(SPECIAL_NAMES)
         self._hidden = hidden - tokenizer.special_ids(sorted(VISIBLE_NAMES))
         self._tools = {t.name: t.parameters for t in tools or ()}
         self._single_call = single_call
-        self._keep_tokens = keep_tokens
         self._new_id = new_id
-        self._stops = StopMatcher(stop) if any(stop) else None
-        self._stop_sequence: str | None = None
+        self._out = Channels(stop, keep_tokens)
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._undecoded: list[Token] = []
-        self._spans = TokenSpans()
         self._buf = ""
         self._pos = 0
         self._base = 0  # text offset of _buf[0]
         self._final = False
-        self._events: list[Event] = []
         self._blank: list[str] = []
         self._key: list[str] = []
         self._candidate = ""
@@ -104,6 +99,11 @@ class OutputParser:
         self._return: Callable[[], bool] = self._content
         self._step: Callable[[], bool] = self._raw if raw else self._reasoning_start if thinking_open else self._lead
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many of `tokens` were reasoning, its tags included."""
+        return self._out.reasoning_tokens
+
     # -- in and out ----------------------------------------------------------------------------------------------
 
     def feed(self, tokens: Sequence[Token]) -> list[Event]:
@@ -115,14 +115,14 @@ class OutputParser:
             piece = self._decode(b"" if token.id in self._hidden else token.data)
             self._undecoded.append(token)
             if piece:
-                self._spans.place(self._undecoded, len(piece))
+                self._out.spans.place(self._undecoded, len(piece))
                 self._undecoded.clear()
                 pieces.append(piece)
         self.tokens += len(tokens)
         if pieces:
             self._buf += "".join(pieces)
             self._run()
-        return self._take()
+        return self._out.take()
 
     def finish(self, finish: Finish) -> list[Event]:
         """The rest, and Done. Nothing when called again."""
@@ -131,7 +131,7 @@ class OutputParser:
         self._final = True
         if not self.stopped:
             tail = self._decode(b"", True)
-            self._spans.place(self._undecoded, len(tail))
+            self._out.spans.place(self._undecoded, len(tail))
             self._buf += tail
             self._run()
         natural = self.stopped or finish.reason == "stop"
@@ -140,17 +140,17 @@ class OutputParser:
         step = self._return if self._step == self._name else self._step
         in_reasoning = step in (self._reasoning_start, self._reasoning)
         if in_reasoning:
-            self._mark(self._spans.end, reasoning=True)
-        self._events.append(
+            self._out.reasoning("", self._out.spans.end)
+        self._out.emit(
             Done(
                 self._reason(finish, natural),
-                self._stop_sequence,
+                self._out.stop_sequence,
                 finish.stop_id,
                 finish.error,
                 natural and in_reasoning and not self._thought and not self._calls,
             )
         )
-        return self._take()
+        return self._out.take()
 
     def _reason(self, finish: Finish, natural: bool) -> DoneReason:
         if natural:
@@ -165,46 +165,21 @@ class OutputParser:
             self._buf = self._buf[self._pos :] if self._pos < len(self._buf) else ""
             self._pos = 0
 
-    def _emit(self, event: Event) -> None:
-        self._events.append(event)
+    @property
+    def _at(self) -> int:
+        """Text offset of the position."""
+        return self._base + self._pos
 
-    def _take(self) -> list[Event]:
-        events, self._events = self._events, []
-        return merge(events) if len(events) > 1 else events
-
-    # -- text by channel, and which tokens it came from ----------------------------------------------------------
-
-    def _mark(self, offset: int, *, reasoning: bool = False) -> None:
-        """Tokens that end at or before `offset` belong to the reasoning, or to no text that shows."""
-        dropped = self._spans.drop(offset)
-        if reasoning:
-            self.reasoning_tokens += dropped
-
-    def _emit_reasoning(self, text: str) -> None:
-        if text:
-            self._events.append(ReasoningText(text))
-        self._mark(self._base + self._pos, reasoning=True)
+    def _stop(self, offset: int) -> None:
+        """Nothing behind `offset` shows or counts."""
+        self.stopped = True
+        self.tokens -= self._out.spans.count_from(offset) + len(self._undecoded)
 
     def _emit_content(self, text: str) -> None:
-        """Content that ends at the current position, through the stop strings."""
-        start = self._base + self._pos - len(text)
-        if self._stops:
-            start -= len(self._stops.held)
-            text, met = self._stops.feed(text)
-            if met is not None:
-                self.stopped, self._stop_sequence = True, met
-        self._content_event(text, start + len(text))
-
-    def _flush_content(self) -> None:
-        if self._stops:
-            self._content_event(self._stops.flush(), self._base + self._pos)
-
-    def _content_event(self, text: str, end: int) -> None:
-        """Show text that ends at text offset `end`; tokens that begin before it are its tokens."""
-        if not text:
-            return
-        taken = self._spans.take(end)
-        self._events.append(ContentText(text, tuple(taken) if self._keep_tokens else ()))
+        """Content that ends at the position."""
+        self._out.content(text, self._at)
+        if self._out.stopped_at is not None:
+            self._stop(self._out.stopped_at)
 
     # -- states: each consumes from _buf at _pos; False = wait for more text -------------------------------------
 
@@ -256,13 +231,13 @@ class OutputParser:
         if tag is None:
             return False
         blank = self._take_blank()
-        self._emit_reasoning("" if tag else blank)
+        self._out.reasoning("" if tag else blank, self._at)
         self._step = self._reasoning
         return True
 
     def _reasoning(self) -> bool:
         text, tag = self._find(self._in_reasoning_tags)
-        self._emit_reasoning(text)
+        self._out.reasoning(text, self._at)
         self._pos += len(tag)
         if tag == "</think>":
             self._close_thinking()
@@ -271,7 +246,7 @@ class OutputParser:
         return bool(tag)
 
     def _close_thinking(self) -> None:
-        self._mark(self._base + self._pos, reasoning=True)
+        self._out.reasoning("", self._at)
         self._thought = True
         self._step = self._lead
 
@@ -281,11 +256,11 @@ class OutputParser:
             return False
         if tag == "<think>":
             self._blank.clear()
-            self._mark(self._base + self._pos, reasoning=True)
+            self._out.reasoning("", self._at)
             self._step = self._reasoning
         elif tag == "</think>":
             self._blank.clear()
-            self._mark(self._base + self._pos)
+            self._out.skip(self._at)
         elif tag:
             self._open_call(self._lead)
         else:
@@ -299,7 +274,7 @@ class OutputParser:
         text, tag = self._find(self._content_tags)
         self._emit_content(text)
         if tag and not self.stopped:
-            self._flush_content()
+            self._out.flush(self._at)
             self._pos += len(tag)
             self._open_call(self._content)
         return bool(tag)
@@ -328,7 +303,7 @@ class OutputParser:
         """`<tool_call>` was just text; go on behind it."""
         self._step = self._return
         if self._return == self._reasoning:
-            self._emit_reasoning("<tool_call>")
+            self._out.reasoning("<tool_call>", self._at)
         else:
             self._step = self._content
             self._emit_content(self._take_blank() + "<tool_call>")
@@ -336,8 +311,8 @@ class OutputParser:
     def _begin_call(self, name: str) -> None:
         self._thought = True
         self._blank.clear()
-        self._mark(self._base + self._pos)
-        self._call = CallBuilder(self._emit, self._calls, self._new_id(), name, self._tools.get(name))
+        self._out.skip(self._at)
+        self._call = CallBuilder(self._out.emit, self._calls, self._new_id(), name, self._tools.get(name))
 
     def _after_argument(self, tag: str) -> None:
         """What follows a name or a value."""
@@ -353,16 +328,17 @@ class OutputParser:
         self._call.end()
         self._call = None
         self._calls += 1
-        self._mark(self._base + self._pos)
+        self._out.skip(self._at)
         self._step = self._lead
-        self.stopped = self._single_call
+        if self._single_call:
+            self._stop(self._at)
 
     def _key_text(self) -> bool:
         text, tag = self._find(IN_KEY)
         self._key.append(text)
         self._pos += len(tag)
         if tag:
-            self._mark(self._base + self._pos)
+            self._out.skip(self._at)
             self._after_key_tag(tag)
         return bool(tag)
 
@@ -398,7 +374,7 @@ class OutputParser:
     def _value_text(self, text: str) -> None:
         assert self._call is not None
         self._call.text(text)
-        self._mark(self._base + self._pos)
+        self._out.skip(self._at)
 
     def _value(self) -> bool:
         text, tag = self._find(IN_VALUE)
@@ -432,7 +408,7 @@ class OutputParser:
     def _end_of_text(self, natural: bool) -> None:
         """Held text finds its place; a call that the model left open counts if it stopped by itself."""
         if self._step == self._reasoning_start:
-            self._emit_reasoning(self._take_blank())
+            self._out.reasoning(self._take_blank(), self._at)
         elif self._step == self._lead and not self._calls:
             self._emit_content(self._take_blank())
         elif self._step == self._name and natural:
@@ -441,10 +417,10 @@ class OutputParser:
                 self._begin_call(match[1])
                 self._end_call()
             elif self._return == self._reasoning:
-                self._emit_reasoning("<tool_call>" + self._buf[self._pos :])
+                self._out.reasoning("<tool_call>" + self._buf[self._pos :], self._at)
         elif self._call and natural:
             if self._step in (self._value, self._after_value):
                 self._end_value()
             self._end_call()
         if not self.stopped:
-            self._flush_content()
+            self._out.flush(self._at)

@@ -39,3 +39,7 @@ class TokenSpans:
         while self._spans and self._spans[0][0] < offset:
             taken.append(self._spans.popleft()[2])
         return taken
+
+    def count_from(self, offset: int) -> int:
+        """How many tokens begin at or behind `offset`."""
+        return sum(1 for start, _, _ in self._spans if start >= offset)

@@ -350,3 +350,16 @@ def test_content_tokens_leave_calls_out() -> None:
 
 def test_tools_raw_is_what_the_cases_use() -> None:
     assert [t["function"]["name"] for t in TOOLS1_RAW] == ["write_file", "list_mailboxes"]
+
+
+def test_tokens_behind_a_stop_do_not_count() -> None:
+    pieces = ["r", "</think>", "a", "ST", "OP", "b", "c"]
+    for batch in (1, 3, 7):
+        p = parser(stop=["STOP"])
+        for i in range(0, len(pieces), batch):
+            p.feed([token(t) for t in pieces[i : i + batch]])
+        assert p.stopped
+        assert (p.tokens, p.reasoning_tokens) == (5, 2)
+    p = parser(tools=TOOLS1, single_call=True)
+    p.feed([token(t) for t in ("</think>", "<tool_call>", "list_mailboxes", "</tool_call>", "<tool_call>", "x")])
+    assert p.tokens == 4
