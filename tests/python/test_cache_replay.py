@@ -1,0 +1,132 @@
+"""The policy through its binding and bench/trace_replay.py: textbook policies by hand, and the bars it prints."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from glm53 import _core
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("trace_replay", ROOT / "bench" / "trace_replay.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["trace_replay"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def one_layer(*entries: int) -> np.ndarray:
+    """One pick a step."""
+    return np.array(entries, np.int64).reshape(-1, 1, 1)
+
+
+def test_replay_reports_distinct_picks_hits_and_admissions_and_carries_on() -> None:
+    config = _core.ClockConfig(2, 8, 3)
+    policy = _core.ClockPolicy(config)
+    first = policy.replay(np.array([[[0, 1, 1], [5, 5, 5]]], np.int64))
+    np.testing.assert_array_equal(first, [[[2, 0, 2], [1, 0, 1]]])
+    assert sorted(policy.owners().tolist()) == [0, 1, 13]
+    second = policy.replay(np.array([[[0, 1, 2], [5, 6, 5]]], np.int64))
+    np.testing.assert_array_equal(second, [[[3, 2, 0], [2, 1, 0]]])
+
+
+def test_replay_refuses_what_the_policy_cannot_run() -> None:
+    with pytest.raises(ValueError, match="layers, experts and slots"):
+        _core.ClockPolicy(_core.ClockConfig(2, 8, 0))
+    policy = _core.ClockPolicy(_core.ClockConfig(2, 8, 3))
+    for picks in (np.zeros((1, 3, 4), np.int64), np.zeros((1, 2, 65), np.int64)):
+        with pytest.raises(ValueError, match="replay: picks are"):
+            policy.replay(picks)
+
+
+def test_textbook_policies_follow_their_definitions(bench: ModuleType) -> None:
+    picks = one_layer(0, 1, 2, 0, 3, 1, 0)  # three slots
+
+    def hits(policy: object) -> list[int]:
+        found = []
+        for step, layers in bench.requests(picks, 8):
+            for entry in itertools.chain.from_iterable(layers):
+                if policy.request(entry)[0]:  # type: ignore[attr-defined]
+                    found.append(step)
+            policy.end_step()  # type: ignore[attr-defined]
+        return found
+
+    assert hits(bench.Lru(3)) == [3, 6]  # 3 evicts 1, which evicts 2
+    assert hits(bench.PlainClock(3)) == [3, 5]  # 3 clears every bit and takes 0, the oldest; 1 stays
+    assert hits(bench.Lrfu(3, math.inf, False)) == [3, 6]  # 0 has two picks; 3 and 1 replace singles
+    assert hits(bench.Lrfu(3, math.inf, True)) == [3, 5, 6]  # 3 does not beat a single
+    assert hits(bench.Lrfu(3, 1e-3, False)) == hits(bench.Lru(3))
+
+
+def optimum(entries: list[int], slots: int) -> int:
+    """Fewest misses of any policy that may bypass, by trying every choice."""
+    states = {frozenset[int](): 0}
+    for entry in entries:
+        following: dict[frozenset[int], int] = {}
+        for state, misses in states.items():
+            choices = [state]
+            cost = misses + (entry not in state)
+            if entry not in state:
+                choices += [state | {entry}] if len(state) < slots else [state - {v} | {entry} for v in state]
+            for choice in choices:
+                following[choice] = min(cost, following.get(choice, 1 << 30))
+        states = following
+    return min(states.values())
+
+
+def test_belady_is_the_optimum(bench: ModuleType) -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(20):
+        entries = rng.integers(0, 6, 30).tolist()
+        assert bench.replay_belady(one_layer(*entries), 6, 3, 0)["misses"] == optimum(entries, 3)
+
+
+def test_fixed_counts_the_hottest_of_each_layer_in_hindsight(bench: ModuleType) -> None:
+    picks = np.array([[[0, 1], [2, 2]], [[0, 3], [2, 4]], [[0, 1], [4, 4]]], np.int64)
+    assert bench.replay_fixed(picks, 8, 2, 0) == {"distinct": 10, "misses": 5, "admissions": 0}
+    assert bench.replay_fixed(picks, 8, 2, 2)["misses"] == 1
+
+
+def test_a_recorded_trace_gives_one_json_line_per_policy_whose_bars_follow_from_raw(
+    bench: ModuleType, tmp_path: Path
+) -> None:
+    trace = tmp_path / "routing.npz"
+    picks = bench.synthetic("drift", 240, 4, 96, rows=1, seed=3)
+    np.savez(trace, picks=picks, experts=96)
+    command = [sys.executable, str(ROOT / "bench/trace_replay.py"), "--trace", str(trace), "--slots", "64"]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    lines = {line["what"].removeprefix("trace_replay."): line for line in map(json.loads, out.splitlines())}
+    assert {"ours", "clock", "lru", "lfu", "fixed", "belady"} <= set(lines)
+    for line in lines.values():
+        assert set(line) == {"what", "machine", "versions", "command", "settings", "raw", "bars"}
+        raw, steps = line["raw"], line["settings"]["steps"] - line["settings"]["warmup"]
+        assert raw["distinct"] == steps * 4 * 8
+        assert line["bars"]["misses_per_layer"] == pytest.approx(raw["misses"] / (steps * 4), abs=1e-4)
+        assert line["bars"]["misses_of_fixed"] == pytest.approx(
+            raw["misses"] / raw["references"]["fixed"]["misses"], abs=1e-4
+        )
+        assert raw["misses"] >= lines["belady"]["raw"]["misses"]
+    assert lines["ours"]["raw"]["misses"] < lines["clock"]["raw"]["misses"]
+    assert lines["ours"]["raw"]["admissions"] < lines["clock"]["raw"]["admissions"] / 2
+
+
+def test_bad_arguments_say_what_there_is(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "bench/trace_replay.py"), "--synthetic", "zipf", "--slots", "9"]
+    run = subprocess.run([*command, "--policy", "nosuch"], check=False, capture_output=True, text=True)
+    assert run.returncode != 0 and "no policy is called nosuch; there are fixed, belady, ours" in run.stderr
+    run = subprocess.run([*command, "--knob", "speed=9"], check=False, capture_output=True, text=True)
+    assert run.returncode != 0 and "no knob is called speed; there are window" in run.stderr
