@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 PROMPT = "Write a long, detailed story about a lighthouse keeper who repairs clocks."
-MAX_BEND = 0.2
+MAX_BEND = 0.25
 MAX_LAST_BURST = 0.2
 FEWEST_EVENTS = 20
 

@@ -168,11 +168,11 @@ class Server:
         """Feed the watchdog while the engine's own thread is alive; the event loop proves itself by running this."""
         limit = self._notifier.watchdog_s
         while limit and self.state.engine is not None:
-            age = self.state.engine.stats().get("heartbeat_age_s", 0.0)
-            if age < limit / 2:
+            age = self.state.engine.stats()["heartbeat_age_s"]
+            if age < limit / 2 and self.state.status() != "failed":
                 self._notifier.alive()
             else:
-                log.warning("the engine has shown no sign of life for %.0f s", age)
+                log.warning("the engine is dead or has shown no sign of life for %.0f s", age)
             await asyncio.sleep(limit / 4)
 
     async def wait_stop(self) -> None:

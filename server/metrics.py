@@ -43,7 +43,7 @@ class _ServerGauges(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         state = self._state
         gauges: dict[str, float] = {
-            "up": state.phase == "ready",
+            "up": state.status() == "ready",
             "requests_live": len(state.live),
             "streams_admitted": state.admission.admitted,
             "streams_waiting": state.admission.waiting,

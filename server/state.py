@@ -67,6 +67,12 @@ class ServerState:
             raise Unavailable(STOPPING, code="shutting_down", retry_after_s=10)
         raise Unavailable(f"the server is not serving ({self.phase})", code=self.phase)
 
+    def status(self) -> Phase:
+        """The phase as the outside should see it: with a dead engine the server has failed."""
+        if self.phase == "ready" and self.engine is not None and self.engine.stats().get("dead"):
+            return "failed"
+        return self.phase
+
     def defaults(self) -> RequestDefaults:
         """What a request gets for fields it leaves out."""
         return RequestDefaults(vocab_size=self.engine_or_503().info.vocab_size)

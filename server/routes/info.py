@@ -31,14 +31,15 @@ WARNINGS = (
 async def health(request: web.Request) -> web.Response:
     """200 when ready, 503 while loading, draining or failed; `?deep=1` also generates one token."""
     state = request.app[STATE]
-    body: dict[str, object] = {"status": state.phase}
-    if state.phase == "loading":
+    status = state.status()
+    body: dict[str, object] = {"status": status}
+    if status == "loading":
         stage, fraction = state.progress
         body.update(stage=stage, progress=round(fraction, 4))
-    if state.phase == "ready" and request.query.get("deep", "0") not in {"", "0", "false"}:
+    if status == "ready" and request.query.get("deep", "0") not in {"", "0", "false"}:
         body["seconds"] = await _deep(state)
-    response = json_response(body, status=200 if state.phase == "ready" else 503)
-    if state.phase != "ready":
+    response = json_response(body, status=200 if status == "ready" else 503)
+    if status != "ready":
         response.headers["Retry-After"] = "5"
     return response
 
@@ -132,7 +133,7 @@ async def stats(request: web.Request) -> web.Response:
     metrics, admission = state.metrics, state.admission
     engine = state.engine.stats() if state.engine is not None else None
     body = {
-        "status": state.phase,
+        "status": state.status(),
         "loading": {"stage": stage, "progress": round(fraction, 4)} if state.phase == "loading" else None,
         "uptime_s": round(time.monotonic() - state.started_s, 3),
         "load_s": round(state.load_s, 3),

@@ -140,7 +140,8 @@ function showCounters(stats) {
   if (experts) cache.push(["experts found in VRAM", percent(experts.hits, experts.hits + experts.misses)]);
   $("cache-box").hidden = !totals.prompt_tokens && !experts;
   pairs("cache", cache);
-  const memory = Object.entries({ ...stats.memory, ...engine.memory }).filter(([, n]) => typeof n === "number");
+  const expertBytes = engine.expert_bytes ? { experts: engine.expert_bytes } : {};
+  const memory = Object.entries({ ...stats.memory, ...expertBytes, ...engine.memory }).filter(([, n]) => typeof n === "number");
   $("memory-box").hidden = !memory.length;
   pairs("memory", memory.map(([name, n]) => [words(name.replace(/_bytes$/, "")), bytes(n)]));
 }

@@ -152,6 +152,17 @@ def test_health_deep_tells_of_a_broken_engine(start: Start) -> None:
     assert (reply.status, reply.error["code"]) == (503, "engine_unhealthy")
 
 
+def test_health_and_the_watchdog_see_a_dead_engine(start: Start) -> None:
+    live = start()
+    engine = live.engine
+    assert engine is not None
+    stats = engine.stats
+    engine.stats = lambda: {**stats(), "dead": True}  # type: ignore[method-assign]
+    assert (live.get("/health").status, live.get("/health").json["status"]) == (503, "failed")
+    assert live.stats()["status"] == "failed"
+    assert "glm53_up 0.0" in live.get("/metrics").data.decode()
+
+
 def test_server_info_says_what_a_user_must_know(start: Start) -> None:
     info = start().get("/server_info").json
     assert info["scripted"] is True

@@ -156,7 +156,12 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> dict[str, Any]:
-        """Counters for /stats and /metrics: JSON-ready, cheap, thread-safe. Has running, waiting, heartbeat_age_s."""
+        """Counters for /stats and /metrics: JSON-ready, cheap, thread-safe. Has running, waiting, heartbeat_age_s.
+
+        What the status page and health checks look for where an engine has it: `dead` (true: it will never answer
+        again), `lanes` (routed picks by where they were computed), `expert_cache` (`hits`, `misses`) and `memory`
+        (bytes by purpose).
+        """
         ...
 
     def close(self) -> None:
