@@ -145,28 +145,31 @@ def _value_rule(rule: str, schema: object, root: Mapping[str, Any]) -> tuple[str
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(choices, list) and choices and all(isinstance(c, str) and c for c in choices):
         return rule, [f"{rule}: " + " | ".join(json.dumps(c, ensure_ascii=False) for c in choices)]
-    if not _never_string(schema, root, 0):
+    if not _never_string(schema, root, set(), 0):
         return "TEXT", []
     shared = {k: root[k] for k in ("$defs", "definitions") if k in root}
     return rule, [f"{rule}: %json {json.dumps({**shared, **schema, 'x-guidance': WHITESPACE})}"]
 
 
-def _never_string(schema: object, root: Mapping[str, Any], depth: int) -> bool:
-    """True if the schema says that the value is not a string."""
-    if not isinstance(schema, Mapping) or depth > 16:
+def _never_string(schema: object, root: Mapping[str, Any], seen: set[str], depth: int) -> bool:
+    """True if the schema says that the value is not a string. A reference counts once (`seen`)."""
+    if not isinstance(schema, Mapping) or depth > 32:
         return False
     ref = schema.get("$ref")
     if isinstance(ref, str):
+        if ref in seen:
+            return True
+        seen.add(ref)
         group, _, name = ref.removeprefix("#/").partition("/")
-        group_map = root.get(group)
-        return isinstance(group_map, Mapping) and _never_string(group_map.get(name), root, depth + 1)
+        targets = root.get(group)
+        return isinstance(targets, Mapping) and _never_string(targets.get(name), root, seen, depth + 1)
     kind = schema.get("type")
     kinds = [kind] if isinstance(kind, str) else kind
     if isinstance(kinds, list):
         return "string" not in kinds
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
-            return all(_never_string(s, root, depth + 1) for s in schema[name])
+            return all(_never_string(s, root, seen, depth + 1) for s in schema[name])
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     return isinstance(values, list) and not any(isinstance(v, str) for v in values)
 

@@ -40,7 +40,7 @@ def parse_messages(body: Mapping[str, Any], defaults: RequestDefaults) -> ChatCa
     continued = messages[-1].role == "assistant" and not messages[-1].tool_calls
     chat, budget = _thinking(f, defaults)
     decoding = Decoding(
-        sampling=parse_sampling(f, defaults.sampling),
+        sampling=parse_sampling(f, defaults.sampling, defaults.vocab_size),
         max_tokens=parse_max_tokens(f, "max_tokens"),
         stop=parse_stop(f, "stop_sequences"),
         stop_ids=parse_stop_ids(f),

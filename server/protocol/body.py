@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import orjson
 
-from glm53.chat.messages import type_name
+from glm53.chat.messages import MAX_DEPTH, check_depth, type_name
 from glm53.errors import RequestError
 
 BOM = b"\xef\xbb\xbf"
@@ -25,7 +25,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     """The object in `raw`. A byte order mark is skipped, halves of surrogate pairs become U+FFFD.
 
     Raises RequestError for an empty body, bytes that are not UTF-8, anything JSON forbids (NaN, trailing commas),
-    nesting deeper than 1024, and values that are not objects.
+    nesting deeper than MAX_DEPTH, and values that are not objects.
     """
     data = raw.removeprefix(BOM)
     if not data.strip():
@@ -36,6 +36,8 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         value = _without_lone_surrogates(data, e)
     if not isinstance(value, dict):
         _bad(f"The request body must be a JSON object, but it is {type_name(value)}.", "invalid_type")
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
+        check_depth(value)
     return value
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from glm53.engine.protocol import Constraint
+from glm53.errors import EngineError, RequestError
 from glm53.grammar import Grammars, ThinkingConstraint
 
 from .requests import ChatCall
@@ -28,6 +29,8 @@ def chat_constraint(
 ) -> Constraint | None:
     """For one answer to a conversation; build one for each of `n`. Raises RequestError for an unsupported schema."""
     inner = _answer_constraint(grammars, call, stop_ids)
+    if inner is not None and call.chat.continue_final and not call.tool_choice.forced:
+        _accept_prefill(grammars, inner, call.messages[-1].content)
     if inner is None and call.thinking_budget is None:
         return None
     return ThinkingConstraint(
@@ -38,6 +41,16 @@ def chat_constraint(
         budget=call.thinking_budget,
         call_ends=bool(call.tools),
     )
+
+
+def _accept_prefill(grammars: Grammars, constraint: Constraint, text: str) -> None:
+    """The message to be continued is the beginning of what the grammar describes."""
+    try:
+        for token_id in grammars.tokenizer.encode(text):
+            constraint.accept(token_id)
+    except EngineError:
+        message = "The message to be continued does not begin an answer in the 'response_format'."
+        raise RequestError(message, param="response_format", code="invalid_value") from None
 
 
 def _answer_constraint(grammars: Grammars, call: ChatCall, stop_ids: frozenset[int]) -> Constraint | None:

@@ -127,7 +127,7 @@ def parse_chat(body: Mapping[str, Any], defaults: RequestDefaults) -> ChatCall:
     thinking = parse_thinking(f, defaults.thinking)
     stream, include_usage = _stream(f)
     decoding = Decoding(
-        sampling=parse_sampling(f, defaults.sampling),
+        sampling=parse_sampling(f, defaults.sampling, defaults.vocab_size),
         max_tokens=parse_max_tokens(f, "max_completion_tokens", "max_tokens"),
         stop=parse_stop(f),
         stop_ids=parse_stop_ids(f),
@@ -212,7 +212,7 @@ def parse_completion(body: Mapping[str, Any], defaults: RequestDefaults) -> Comp
     stream, include_usage = _stream(f)
     given = f.given("max_tokens", "max_completion_tokens")
     decoding = Decoding(
-        sampling=parse_sampling(f, defaults.sampling),
+        sampling=parse_sampling(f, defaults.sampling, defaults.vocab_size),
         max_tokens=parse_max_tokens(f, "max_tokens", "max_completion_tokens") if given else COMPLETION_MAX_TOKENS,
         stop=parse_stop(f),
         stop_ids=parse_stop_ids(f),
@@ -242,7 +242,7 @@ def parse_generate(body: Mapping[str, Any], defaults: RequestDefaults) -> Genera
     given = sampling.given("max_new_tokens", "max_tokens")
     wanted = f.boolean("return_logprob")
     decoding = Decoding(
-        sampling=parse_sampling(sampling, defaults.sampling),
+        sampling=parse_sampling(sampling, defaults.sampling, defaults.vocab_size),
         max_tokens=parse_max_tokens(sampling, "max_new_tokens", "max_tokens") if given else GENERATE_MAX_TOKENS,
         stop=parse_stop(sampling),
         stop_ids=parse_stop_ids(sampling),

@@ -61,7 +61,7 @@ def parse_responses(body: Mapping[str, Any], defaults: RequestDefaults) -> Respo
     tools, choice = choose_tools(all_tools, f)
     thinking = parse_thinking(f, defaults.thinking)
     decoding = Decoding(
-        sampling=parse_sampling(f, defaults.sampling),
+        sampling=parse_sampling(f, defaults.sampling, defaults.vocab_size),
         max_tokens=parse_max_tokens(f, "max_output_tokens"),
         stop_ids=parse_stop_ids(f),
         ignore_eos=f.boolean("ignore_eos"),

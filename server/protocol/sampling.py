@@ -25,8 +25,8 @@ class ResponseFormat:
     schema: Mapping[str, Any] | str | None = None
 
 
-def parse_sampling(f: Fields, defaults: SamplingParams) -> SamplingParams:
-    """SamplingParams of a request; `defaults` for what it leaves out."""
+def parse_sampling(f: Fields, defaults: SamplingParams, vocab_size: int | None) -> SamplingParams:
+    """SamplingParams of a request; `defaults` for what it leaves out. Token ids must be below `vocab_size`."""
     top_k = f.integer("top_k", -1, 1_000_000)
     seed = f.integer("seed")
     return SamplingParams(
@@ -38,21 +38,20 @@ def parse_sampling(f: Fields, defaults: SamplingParams) -> SamplingParams:
         frequency_penalty=f.number("frequency_penalty", defaults.frequency_penalty, -2, 2),
         repetition_penalty=f.number("repetition_penalty", defaults.repetition_penalty, 0.01, 100),
         seed=defaults.seed if seed is None else seed % 2**63,
-        logit_bias=_logit_bias(f) or defaults.logit_bias,
+        logit_bias=_logit_bias(f, vocab_size) or defaults.logit_bias,
     )
 
 
-def _logit_bias(f: Fields) -> dict[int, float]:
+def _logit_bias(f: Fields, vocab_size: int | None) -> dict[int, float]:
     bias = f.fields("logit_bias")
     out: dict[int, float] = {}
     for key in bias.raw:
-        if not (key.isascii() and key.isdigit() and len(key) < 10):
-            refuse(
-                bias.name(key[:20]),
-                f"Invalid key in '{f.name('logit_bias')}': expected token ids, but got {key[:20]!r}.",
-            )
+        number = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else -1
+        if number < 0 or (vocab_size is not None and number >= vocab_size):
+            where = f.name("logit_bias")
+            refuse(f"{where}.{key[:20]}", f"Invalid key in '{where}': expected token ids, but got {key[:20]!r}.")
         if bias.get(key) is not None:
-            out[int(key)] = bias.number(key, 0.0, -100, 100)
+            out[number] = bias.number(key, 0.0, -100, 100)
     return out
 
 

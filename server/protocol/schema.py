@@ -23,7 +23,7 @@ _KINDS: dict[type, str] = {
     type(None): "null",
 }
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
-MAX_REFS = 32
+MAX_DEPTH = 32
 
 
 def argument_types(parameters: Mapping[str, Any] | None, key: str) -> frozenset[str]:
@@ -32,15 +32,19 @@ def argument_types(parameters: Mapping[str, Any] | None, key: str) -> frozenset[
         return ANY
     properties = parameters["properties"]
     schema = properties[key] if key in properties else parameters.get("additionalProperties")
-    return _types(schema, parameters, 0) or STRING
+    return _types(schema, parameters, set(), 0) or STRING
 
 
-def _types(schema: object, root: Mapping[str, Any], depth: int) -> frozenset[str]:
-    """Empty = the schema does not say."""
-    if not isinstance(schema, Mapping) or depth > MAX_REFS:
+def _types(schema: object, root: Mapping[str, Any], seen: set[str], depth: int) -> frozenset[str]:
+    """Empty = the schema does not say. A reference counts once (`seen`): schemas may be recursive."""
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return frozenset()
-    if isinstance(schema.get("$ref"), str):
-        return _types(_resolve(schema["$ref"], root), root, depth + 1)
+    ref = schema.get("$ref")
+    if isinstance(ref, str):
+        if ref in seen:
+            return frozenset()
+        seen.add(ref)
+        return _types(_resolve(ref, root), root, seen, depth + 1)
     kind = schema.get("type")
     if isinstance(kind, str):
         return frozenset({kind})
@@ -52,7 +56,7 @@ def _types(schema: object, root: Mapping[str, Any], depth: int) -> frozenset[str
         return frozenset({_KINDS.get(type(schema["const"]), "string")})
     for name in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(name), list):
-            parts = [_types(s, root, depth + 1) for s in schema[name][:256]]
+            parts = [_types(s, root, seen, depth + 1) for s in schema[name]]
             return frozenset().union(*parts)
     if "properties" in schema:
         return frozenset({"object"})

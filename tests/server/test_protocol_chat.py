@@ -308,6 +308,14 @@ def test_jinja_returns_text_unchanged(text: str) -> None:
     assert got == [special("<|user|>")] + ([plain(text)] if text else [])
 
 
+def test_jinja_templates_may_cut_text() -> None:
+    renderer = JinjaRenderer("{{ messages[0].content[:1] }}")
+    for text in ("\ufdd6", "\ufdd0x", "think", "<think>"):
+        got = renderer.render(parse_messages([user(text)]), (), ChatOptions())
+        assert to_text(got) in ("", text[:1])
+        assert not specials(got)
+
+
 def test_jinja_thinking_off_and_prefill() -> None:
     renderer = JinjaRenderer(TEMPLATE)
     off = renderer.render(parse_messages(HI), (), ChatOptions(thinking=False))

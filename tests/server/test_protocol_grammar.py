@@ -35,7 +35,8 @@ def grammars() -> Grammars:
 
 
 def constraint(thinking: bool = True, **body: Any) -> Constraint | None:
-    call = parse_chat({"messages": [{"role": "user", "content": "x"}], **body}, RequestDefaults())
+    messages = body.pop("messages", [{"role": "user", "content": "x"}])
+    call = parse_chat({"messages": messages, **body}, RequestDefaults())
     return chat_constraint(grammars(), call, thinking_open=thinking, stop_ids=STOP)
 
 
@@ -221,6 +222,25 @@ def test_argument_types(key: str) -> None:
     assert allows(constraint(False, tools=tools, tool_choice="required"), [*head, *ids(good), *tail])
     if bad:
         assert not allows(constraint(False, tools=tools, tool_choice="required"), [*head, *ids(bad), *tail])
+
+
+def test_b05_prefill_is_part_of_the_format() -> None:
+    def prefilled(text: str) -> Constraint | None:
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}]
+        return constraint(False, messages=messages, continue_final_message=True, response_format=FORMAT)
+
+    c = prefilled('{"answer": "ye')
+    assert allows(c, ids('s"}'))
+    assert can_stop(c)
+    with pytest.raises(RequestError, match="continued"):
+        prefilled("Sure")
+
+
+def test_recursive_schemas_end() -> None:
+    loop = {"anyOf": [{"$ref": "#/$defs/L"}, {"$ref": "#/$defs/L"}]}
+    parameters = {"properties": {"x": {"$ref": "#/$defs/L"}}, "$defs": {"L": loop}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    assert constraint(False, tools=tools, tool_choice="required") is not None
 
 
 def test_tool_without_schema() -> None:

@@ -133,13 +133,21 @@ def one_tool(parameters: Any) -> Any:
         ({"description": "untyped"}, "5", "5"),
         ({"$ref": "#/$defs/Loop"}, "5", "5"),
         ({"$ref": "#/nowhere"}, "5", "5"),
+        ({"$ref": "#/$defs/Two"}, "5", "5"),
         ({"type": "object"}, '{"a": "\\ud83d"}', {"a": "\ufffd"}),
         ({"type": "object"}, "[" * 5000, "[" * 5000),
     ],
 )
 def test_b17_unions_refs_enums(schema: Any, text: str, expected: Any) -> None:
     tools = one_tool(
-        {"properties": {"x": schema}, "$defs": {"N": {"type": "integer"}, "Loop": {"$ref": "#/$defs/Loop"}}}
+        {
+            "properties": {"x": schema},
+            "$defs": {
+                "N": {"type": "integer"},
+                "Loop": {"$ref": "#/$defs/Loop"},
+                "Two": {"anyOf": [{"$ref": "#/$defs/Two"}] * 2},
+            },
+        }
     )
     got = value_of("x", text, tools)
     assert got == expected

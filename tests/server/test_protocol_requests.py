@@ -271,6 +271,25 @@ def test_b54_accepted_json(raw: bytes, value: Any) -> None:
     assert parse_body(raw) == {"a": value}
 
 
+@pytest.mark.parametrize("depth", [150, 500, 1000])
+def test_b54_nesting(depth: int) -> None:
+    text = "[" * depth + "1" + "]" * depth
+    places = [
+        f'{{"messages": [{{"role": "tool", "content": {text}}}]}}',
+        f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": [{{"type": "function", "function":'
+        f' {{"name": "f", "parameters": {{"x": {text}}}}}}}]}}',
+        f'{{"messages": [{{"role": "assistant", "tool_calls": [{{"function": {{"name": "f", '
+        f'"arguments": "{{\\"x\\": {text}}}"}}}}]}}]}}',
+    ]
+    for place in places:
+        raw = place.encode()
+        if depth < 200:
+            assert prompt_of(parse_chat(parse_body(raw), DEFAULTS))
+            continue
+        with pytest.raises(RequestError, match="levels deep"):
+            parse_chat(parse_body(raw), DEFAULTS)
+
+
 def test_b60_max_tokens() -> None:
     def limit(**body: Any) -> int | None:
         return chat(**body).decoding.max_tokens
@@ -411,6 +430,7 @@ def test_sampling() -> None:
     refused("logit_bias.abc", logit_bias={"abc": 1})
     refused("logit_bias.5", logit_bias={"5": 101})
     refused("logit_bias.-5", logit_bias={"-5": 1})
+    refused("logit_bias.2084", logit_bias={"2084": 1})
 
 
 def test_stop() -> None:

@@ -27,7 +27,7 @@ FIRST = 0xFDD0  # U+FDD0..U+FDEF are noncharacters: legal in strings, never mean
 ESCAPE = chr(FIRST + len(TOKEN_CHARS))  # before a stand-in the client typed, and before a letter of a bare token name
 _STAND_INS = {ord(c): chr(FIRST + i) for i, c in enumerate(TOKEN_CHARS)}
 _HIDE = {**_STAND_INS, **{ord(c): ESCAPE + c for c in (*_STAND_INS.values(), ESCAPE)}}
-_SHOW = re.compile(f"{ESCAPE}(.)|([{chr(FIRST)}-{chr(FIRST + len(TOKEN_CHARS) - 1)}])", re.DOTALL)
+_SHOW = re.compile(f"{ESCAPE}(.?)|([{chr(FIRST)}-{chr(FIRST + len(TOKEN_CHARS) - 1)}])", re.DOTALL)
 _NAMES = re.compile("|".join(re.escape(n) for n in sorted(SPECIAL_NAMES, key=len, reverse=True)))
 _BARE = frozenset(re.sub(r"[^A-Za-z_]", "", n) for n in SPECIAL_NAMES)
 
@@ -46,7 +46,7 @@ def _hide_all(value: Any) -> Any:
 
 
 def _show(text: str) -> str:
-    return _SHOW.sub(lambda m: m[1] or TOKEN_CHARS[ord(m[2]) - FIRST], text)
+    return _SHOW.sub(lambda m: m[1] if m[2] is None else TOKEN_CHARS[ord(m[2]) - FIRST], text)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

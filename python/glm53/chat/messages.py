@@ -25,6 +25,7 @@ ROLES: dict[str, Role] = {
     "tool": "tool",
     "function": "tool",
 }
+MAX_DEPTH = 200
 TEXT_PARTS = ("text", "input_text", "output_text")
 TOOL_NAME = re.compile(r"[^\s<>\x00-\x1f\x7f]{1,256}")
 """A function name the model's call format can carry: one word without angle brackets."""
@@ -74,6 +75,18 @@ def type_name(value: object) -> str:
         if isinstance(value, kind):
             return name
     return "null" if value is None else "an array" if isinstance(value, list) else "an object"
+
+
+def check_depth(value: object, param: str | None = None) -> None:
+    """Raise RequestError for values nested deeper than MAX_DEPTH, which later steps would fail on."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        containers = (c.values() if isinstance(c, dict) else c for c in level if isinstance(c, dict | list))
+        level = [v for c in containers for v in c if isinstance(v, dict | list)]
+        if not level:
+            return
+    message = f"The JSON is nested more than {MAX_DEPTH} levels deep."
+    raise RequestError(message, param=param, code="invalid_json")
 
 
 def parse_messages(raw: object, param: str = "messages") -> tuple[Message, ...]:
@@ -222,6 +235,7 @@ def parse_arguments(raw: object, param: str) -> Mapping[str, Any]:
         return {}
     if not isinstance(raw, dict):
         _bad(f"Invalid '{param}': expected a JSON object, but got {type_name(raw)}.", param)
+    check_depth(raw, param)
     return raw
 
 
