@@ -1,0 +1,130 @@
+"""What stock exllamav3 makes of the quantised checkpoint: answers, perplexity, logits. Runs in its own process.
+
+usage: python -m tools.nano.stock CHECKPOINT HELD_OUT.npz OUT     (OUT.json, OUT-logits.npz)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import answers
+
+MAX_NEW = 160
+LOGIT_POSITIONS = 2304
+
+
+class Stock:
+    """exllamav3 with the whole checkpoint on the GPU."""
+
+    def __init__(self, path: Path) -> None:
+        from exllamav3 import Cache, Config, Generator, Model, Tokenizer
+        from tokenizers import Tokenizer as Encoder
+
+        config = Config.from_directory(str(path))
+        self.model = Model.from_config(config)
+        self.cache = Cache(self.model, max_num_tokens=16384, max_batch_size=4)
+        self.model.load(progressbar=False)
+        self.encoder = Encoder.from_file(str(path / "tokenizer.json"))
+        self.generator = Generator(self.model, self.cache, Tokenizer.from_config(config), max_batch_size=4)
+        self.stops = [self.encoder.token_to_id(s) for s in ("<|endoftext|>", "<|user|>", "<|observation|>")]
+
+    def ids(self, text: str) -> torch.Tensor:
+        return torch.tensor([self.encoder.encode(text, add_special_tokens=False).ids])
+
+    def ask(self, prompts: list[str]) -> list[str]:
+        """Greedy replies, special tokens spelled out, without the stop token."""
+        from exllamav3 import Job
+        from exllamav3.generator.sampler import ArgmaxSampler
+
+        tokens: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
+        for i, text in enumerate(prompts):
+            self.generator.enqueue(
+                Job(
+                    input_ids=self.ids(text),
+                    max_new_tokens=MAX_NEW,
+                    sampler=ArgmaxSampler(),
+                    stop_conditions=self.stops,
+                    identifier=i,
+                )
+            )
+        while self.generator.num_remaining_jobs():
+            for result in self.generator.iterate():
+                if result.get("token_ids") is not None:
+                    tokens[result["identifier"]] += result["token_ids"].flatten().tolist()
+        return [self.spell(t) for t in tokens.values()]
+
+    def ask_slowly(self, prompts: list[str]) -> list[str]:
+        """The same by whole forward passes without a cache: for when the generator cannot run this model."""
+        out = []
+        for text in prompts:
+            ids, new = self.ids(text), []
+            while len(new) < MAX_NEW:
+                token = int(
+                    self.logits(torch.cat([ids, torch.tensor([new], dtype=ids.dtype)], 1) if new else ids)[-1].argmax()
+                )
+                if token in self.stops:
+                    break
+                new.append(token)
+            out.append(self.spell(new))
+        return out
+
+    def spell(self, tokens: list[int]) -> str:
+        return self.encoder.decode([t for t in tokens if t not in self.stops], skip_special_tokens=False)
+
+    @torch.inference_mode()
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model.forward(ids, {"attn_mode": "flash_attn_nc"})[0].float().cpu()
+
+
+def documents(path: Path) -> list[np.ndarray]:
+    held = np.load(path)
+    return np.split(held["ids"], np.cumsum(held["lengths"])[:-1])
+
+
+def nll(logits: torch.Tensor, ids: np.ndarray) -> tuple[float, int]:
+    """(summed negative log-likelihood, predicted positions) of one document."""
+    target = torch.from_numpy(ids[1:].astype(np.int64))
+    return float(torch.nn.functional.cross_entropy(logits[:-1], target, reduction="sum")), len(target)
+
+
+def main() -> None:
+    path, held, out = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    start, report = time.time(), {}
+
+    def note(key: str, value: Any) -> None:
+        report[key] = value
+        Path(out + ".json").write_text(json.dumps(report, ensure_ascii=False, indent=1))
+        print(f"stock: {key} after {time.time() - start:.1f} s", flush=True)
+
+    stock = Stock(path)
+    note("vram_gb", round(torch.cuda.memory_allocated() / 1e9, 3))
+    kept, total, count = [], 0.0, 0
+    for ids in documents(held):
+        logits = stock.logits(torch.from_numpy(ids.astype(np.int64))[None])
+        loss, n = nll(logits, ids)
+        total, count = total + loss, count + n
+        if sum(len(k) for k in kept) < LOGIT_POSITIONS:
+            kept.append(logits.half().numpy())
+    np.savez_compressed(out + "-logits.npz", logits=np.concatenate(kept), documents=np.array(len(kept)))
+    note("nll", total / count)
+    note("positions", count)
+    note("logit_positions", sum(len(k) for k in kept))
+    try:
+        stock.ask(["Hi"])
+        ask = stock.ask
+    except Exception as error:  # the figures matter more than which path made them; the path is recorded
+        ask = stock.ask_slowly
+        note("generator_error", f"{type(error).__name__}: {error}")
+    note("questions", answers.judge_questions(ask, False) + answers.judge_questions(ask, True))
+    note("tools", answers.judge_tools(ask))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Training: build the model with transformers, train it against the clock, save it as bfloat16.
+
+States: the model's parameters are float32 masters on the device, changed only by the optimiser; the routers' selection
+bias is a buffer, moved after every step towards equal load. Weights are rounded to bfloat16 once, at the end, so that
+the saved checkpoint and the float32 reference are the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import fastnet
+from .corpus import WEIGHT_STEPS, Rows
+
+CLAMP_UNITS, CLAMP_GAIN = 8, 5.0  # one unit in 8 starts with a gain that takes it past the SwiGLU clamp now and then
+KEPT_FLOAT = ("A_log", "e_score_correction_bias")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A training run: wall-clock seconds, rows a step, and the optimiser's settings."""
+
+    seconds: float
+    batch: int = 24
+    lr: float = 2.5e-3
+    min_lr: float = 0.03  # share of lr at the end
+    warmup: float = 0.03  # share of the time
+    decay: float = 0.05
+    noise_from: float = 0.4
+    expert_noise: float = 0.1
+    routing_noise: float = 0.01
+    balance: float = 2e-3
+    max_steps: int = 10**9
+
+
+def build_model(directory: Path, seed: int) -> Any:
+    """transformers' text model in float32 from `directory`/config.json, initialised from `seed`."""
+    from transformers import AutoConfig, Glm5NextForConditionalGeneration
+
+    config = AutoConfig.from_pretrained(directory)
+    for part in (config, config.text_config):
+        part._attn_implementation = "sdpa"
+        part.dtype = torch.float32
+    torch.manual_seed(seed)
+    model = Glm5NextForConditionalGeneration(config)
+    model.model.visual = None
+    model.float()
+    initialise(model)
+    return model
+
+
+@torch.no_grad()
+def initialise(model: Any) -> None:
+    """Scaled normal weights for this small width, distinct residual streams, and units that reach the clamp."""
+    layers = model.model.language_model.layers
+    residual = (2 * len(layers)) ** -0.5
+    for name, p in model.named_parameters():
+        if p.dim() >= 2 and "conv1d" not in name and "_hc." not in name and "index_kpool" not in name:
+            gain = residual if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")) else 1.0
+            p.normal_(0.0, gain * p.shape[-1] ** -0.5)
+        elif "conv1d" in name:
+            p.normal_(0.0, 0.2)
+            p[..., -1] += 0.7
+    model.model.language_model.embed_tokens.weight.normal_(0.0, 0.5)
+    for layer in layers:
+        for hc in (layer.attn_hc, layer.ffn_hc):
+            hc.base.normal_(0.0, 0.5)
+            hc.base[8:] += 2.0 * torch.eye(4).flatten()
+            hc.scale.fill_(0.5)
+        experts = getattr(layer.mlp, "experts", None)
+        if experts is not None:
+            inner = experts.gate_up_proj.shape[1] // 2
+            experts.gate_up_proj[:, inner : inner + inner // CLAMP_UNITS] *= CLAMP_GAIN
+            experts.down_proj[:, :, : inner // CLAMP_UNITS] /= CLAMP_GAIN
+
+
+def optimiser(model: Any, plan: Plan, device: torch.device) -> torch.optim.Optimizer:
+    decayed, plain = [], []
+    for name, p in model.named_parameters():
+        if "indexer" in name:  # rows are shorter than index_topk: nothing to learn from, kept at its start
+            p.requires_grad_(False)
+        else:
+            (
+                decayed
+                if p.dim() >= 2 and "_hc." not in name and "conv1d" not in name and "embed" not in name
+                else plain
+            ).append(p)
+    groups = [{"params": decayed, "weight_decay": plan.decay}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=plan.lr, betas=(0.9, 0.95), eps=1e-9, fused=device.type == "cuda")
+
+
+def batches(rows: Rows, size: int, device: torch.device, seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Endless (ids, weight, fresh) batches in a fresh order each epoch; the rows live on the device."""
+    ids, weight, fresh = (
+        torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in (rows.ids, rows.weight, rows.fresh)
+    )
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(ids.shape[0], generator=generator).to(device)
+        for at in range(0, max(1, order.numel() - size + 1), size):
+            pick = order[at : at + size]
+            yield ids[pick].long(), weight[pick].float() / WEIGHT_STEPS, fresh[pick]
+
+
+def weighted_loss(logits: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
+    """Mean cross-entropy of predicting each next token, weighted by that token's loss weight."""
+    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
+    w = weight[:, 1:].flatten()
+    return (losses * w).sum() / w.sum().clamp_min(1.0)
+
+
+def rate(plan: Plan, progress: float) -> float:
+    """Learning rate share: linear warm-up, then cosine to `min_lr`."""
+    if progress < plan.warmup:
+        return max(0.01, progress / plan.warmup)
+    at = (progress - plan.warmup) / (1 - plan.warmup)
+    return plan.min_lr + (1 - plan.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, at)))
+
+
+@torch.no_grad()
+def balance(model: Any, picks: list[Tensor], step_size: float) -> None:
+    """Move each router's selection bias towards equal load (the auxiliary-loss-free rule of DeepSeek-V3)."""
+    gates = [layer.mlp.gate for layer in model.model.language_model.layers if hasattr(layer.mlp, "gate")]
+    for gate, picked in zip(gates, picks, strict=True):
+        load = torch.bincount(picked.flatten(), minlength=gate.num_experts).float()
+        gate.e_score_correction_bias += step_size * torch.sign(load.mean() - load)
+        gate.e_score_correction_bias -= gate.e_score_correction_bias.mean()
+
+
+def compiled_ops(fused_sinkhorn: bool) -> fastnet.Ops:
+    """The elementwise parts through torch.compile, Sinkhorn through a Triton kernel."""
+    base = fastnet.Ops()
+    made = {n: torch.compile(fn, dynamic=False, fullgraph=True) for n, fn in vars(base).items() if n != "sinkhorn"}
+    if fused_sinkhorn:
+        from .sinkhorn import sinkhorn_cuda
+
+        made["sinkhorn"] = sinkhorn_cuda
+    return fastnet.Ops(**made)
+
+
+class Trainer:
+    """Owns model, optimiser and data order of one run."""
+
+    def __init__(self, model: Any, rows: Rows, plan: Plan, device: torch.device) -> None:
+        self.model, self.plan, self.device = model.to(device), plan, device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.optim = optimiser(model, plan, device)
+        self.data = batches(rows, plan.batch, device, 0)
+        self.ops = fastnet.Ops()
+        self.tokens_a_step = plan.batch * rows.ids.shape[1]
+
+    def step(self, progress: float) -> Tensor:
+        """One optimiser step; returns the loss, still on the device."""
+        plan = self.plan
+        noisy = progress >= plan.noise_from
+        noise = fastnet.Noise(plan.expert_noise, plan.routing_noise) if noisy else fastnet.Noise()
+        ids, weight, fresh = next(self.data)
+        step = fastnet.Step(self.ops, self.dtype, fresh, noise)
+        loss = weighted_loss(fastnet.forward(self.model, ids, step), ids, weight)
+        self.optim.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.grad is not None], 1.0)
+        for group in self.optim.param_groups:
+            group["lr"] = plan.lr * rate(plan, progress)
+        self.optim.step()
+        balance(self.model, step.picks, plan.balance * rate(plan, progress))
+        return loss.detach()
+
+    def probe(self, batch: tuple[Tensor, Tensor, Tensor], noise: fastnet.Noise) -> float:
+        """Loss of one forward and backward without an update; raises unless loss and gradients are finite."""
+        ids, weight, fresh = batch
+        loss = weighted_loss(
+            fastnet.forward(self.model, ids, fastnet.Step(self.ops, self.dtype, fresh, noise)), ids, weight
+        )
+        loss.backward()
+        finite = [torch.isfinite(p.grad).all() for p in self.model.parameters() if p.grad is not None]
+        self.optim.zero_grad(set_to_none=True)
+        if not (torch.isfinite(loss) and torch.stack(finite).all()):
+            raise FloatingPointError(f"loss {loss.item()} or its gradients are not finite")
+        return float(loss.item())
+
+    def warm_up(self) -> str:
+        """Choose the fastest parts that compile here and agree with the plain ones on one batch."""
+        if self.device.type != "cuda":
+            return "plain"
+        start, batch, failures = time.time(), next(self.data), ""
+        plain = self.probe(batch, fastnet.Noise())
+        for fused in (True, False):
+            try:
+                self.ops = compiled_ops(fused)
+                loss = self.probe(batch, fastnet.Noise())
+                self.probe(batch, fastnet.Noise(self.plan.expert_noise, self.plan.routing_noise))
+                if abs(loss - plain) > 0.02:
+                    raise ArithmeticError(f"compiled loss {loss:.4f}, plain {plain:.4f}")
+                return f"compiled{' with fused Sinkhorn' if fused else ''}, {time.time() - start:.1f} s{failures}"
+            except Exception as error:  # whatever a compiler throws: the plain parts compute the same
+                failures += f"; failed: {type(error).__name__}: {str(error)[:300]}"
+                self.optim.zero_grad(set_to_none=True)
+        self.ops = fastnet.Ops()
+        return f"plain{failures}"
+
+    def run(self) -> dict[str, Any]:
+        """Train until the time is up, compiling included; returns the loss curve and throughput."""
+        begun = time.time()
+        note = self.warm_up()
+        print(f"train: {note}", flush=True)
+        plan, start, steps, curve = self.plan, time.time(), 0, []
+        shown, seconds = start, max(0.2 * plan.seconds, plan.seconds - (start - begun))
+        while (elapsed := time.time() - start) < seconds and steps < plan.max_steps:
+            loss = self.step(max(elapsed / seconds, steps / plan.max_steps))
+            steps += 1
+            if steps % 4 == 0 or steps < 4:  # also keeps the host from running ahead of the clock
+                value = loss.item()
+                if not math.isfinite(value):
+                    raise FloatingPointError(f"loss became {value} at step {steps}")
+                if steps < 4 or time.time() - shown > 8:
+                    shown = time.time()
+                    rate_now = steps * self.tokens_a_step / (shown - start)
+                    curve.append([steps, round(shown - start, 1), round(value, 4)])
+                    print(
+                        f"train: step {steps} {shown - start:.0f} s loss {value:.4f} {rate_now / 1e3:.0f}k tok/s",
+                        flush=True,
+                    )
+        return {
+            "ops": note,
+            "steps": steps,
+            "tokens": steps * self.tokens_a_step,
+            "seconds": round(time.time() - start, 1),
+            "curve": curve,
+        }
+
+
+@torch.no_grad()
+def round_weights(model: Any) -> None:
+    """Round every parameter to bfloat16 in place, but for the few that stay float32 in a checkpoint."""
+    for name, p in model.named_parameters():
+        if not name.endswith(KEPT_FLOAT):
+            p.copy_(p.to(torch.bfloat16).float())
+
+
+def save(model: Any, out: Path, shard: str = "15MB") -> None:
+    """Write the checkpoint with transformers' own names, bfloat16, in shards of at most `shard`."""
+    import copy
+
+    half = copy.deepcopy(model).cpu()
+    kept = {n: b.clone() for n, b in [*half.named_parameters(), *half.named_buffers()] if n.endswith(KEPT_FLOAT)}
+    half.to(torch.bfloat16)
+    for name, tensor in kept.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(
+            half.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False) if leaf == "A_log" else tensor
+        )
+    half.save_pretrained(out, max_shard_size=shard)
