@@ -239,13 +239,14 @@ class ScriptedEngine(Engine):
         return min(POLL_S, max(0.0, min(e.due_s() for e in self._running) - time.monotonic()))
 
     def _drop_cancelled(self) -> None:
+        # Each flag is read once: it may be raised at any time, and a stream that leaves a list must be finished.
         gone = [e for e in [*self._waiting, *self._running] if e.stream.cancelled]
         for entry in gone:
             self._counters.cancelled += 1
             entry.stream.finish(Finish("cancelled"))
         if gone:
-            self._waiting = deque(e for e in self._waiting if not e.stream.cancelled)
-            self._running = [e for e in self._running if not e.stream.cancelled]
+            self._waiting = deque(e for e in self._waiting if e not in gone)
+            self._running = [e for e in self._running if e not in gone]
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.info.max_streams:

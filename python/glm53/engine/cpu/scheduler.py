@@ -100,7 +100,8 @@ class Scheduler:
             gone = [j for j in (*self._active, *self._waiting) if j.cancelled]
             if not gone and not any(s.cancelled for s in self._scorings):
                 return
-            self._waiting = deque(j for j in self._waiting if not j.cancelled)
+            # Each flag is read once: it may be raised at any time, and a job that leaves the queue must be ended.
+            self._waiting = deque(j for j in self._waiting if not any(j is g for g in gone))
             self._scorings = deque(s for s in self._scorings if not s.cancelled)
         for job in gone:
             if job in self._active:
