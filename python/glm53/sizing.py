@@ -31,9 +31,14 @@ class ModelShape:
     checkpoint_bytes: int = 125_300_000_000
 
     @property
+    def slot_bytes(self) -> int:
+        """One expert with its scales (suh, svh: fp16 of 3 matrices), as it lies in an arena and in a slot."""
+        return self.expert_bytes + 36_864
+
+    @property
     def routed_bytes(self) -> int:
         """All routed experts: the one copy that host RAM holds."""
-        return self.moe_layers * self.experts * self.expert_bytes
+        return self.moe_layers * self.experts * self.slot_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +126,9 @@ def cpu_expert_ms(threads: int, dram_gb_s: float, constants: Constants = REFEREN
     return max(scaled, shape.expert_bytes / GB / dram_gb_s * 1000)
 
 
-def expert_slots(free_bytes: int, reserve_bytes: int, shape: ModelShape = SHAPE) -> int:
-    """Cache slots in `free_bytes` of VRAM after load; never more than there are experts."""
-    return max(0, min((free_bytes - reserve_bytes) // shape.expert_bytes, shape.moe_layers * shape.experts))
+def expert_slots(free_bytes: int, reserve_bytes: int, slot_bytes: int, experts: int) -> int:
+    """Cache slots in `free_bytes` of VRAM after load; never more than there are experts. The GPU engine calls this too."""
+    return max(0, min((free_bytes - reserve_bytes) // slot_bytes, experts))
 
 
 def resident_bytes(cache_tokens: int, streams: int, constants: Constants = REFERENCE, shape: ModelShape = SHAPE) -> int:
@@ -212,7 +217,7 @@ def plan(
     constants = fitted(machine, shape)
     reserve = floor((reserve_gb if reserve_gb is not None else 1.5 if wanted == "fast" else 1.0) * GB)
     resident = resident_bytes(cache_tokens, streams, constants, shape)
-    slots = expert_slots(machine.gpu_bytes - resident, reserve, shape)
+    slots = expert_slots(machine.gpu_bytes - resident, reserve, shape.slot_bytes, shape.moe_layers * shape.experts)
     ram = shape.routed_bytes + constants.host_overhead_bytes
     hits = hit_rate(slots, wanted, constants, shape)
     reasons = []

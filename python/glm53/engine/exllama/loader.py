@@ -18,6 +18,7 @@ from ...config import Settings
 from ...errors import DeviceError, EngineError
 from ...hooks import Patch, TrellisSource, import_exllamav3, moe_modules, verify_layers
 from ...runtime import PARTS, ExpertStore, open_cuda
+from ...sizing import expert_slots
 from ..protocol import Progress
 from . import pins, warm
 from .passes import GB, Passes, PassSettings
@@ -126,7 +127,7 @@ def load(settings: Settings, progress: Progress, options: LoadOptions | None = N
 
 def slot_count(free: int, *, reserve: int, slot_bytes: int, entries: int, top_k: int, limit: int | None) -> int:
     """Cache slots in `free` bytes of VRAM. Raises DeviceError when one token's picks of one layer do not fit."""
-    slots = min((free - reserve) // slot_bytes, entries) if free > reserve else 0
+    slots = expert_slots(free, reserve, slot_bytes, entries)
     if limit is not None:
         slots = min(slots, limit)
     if slots < top_k:
