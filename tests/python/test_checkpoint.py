@@ -1,0 +1,379 @@
+"""The strict reader: what is refused, and that each refusal is one line naming the tensor and the file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_engine_helpers import BUNDLED, checkpoint_dir, golden_dir
+
+from glm53.checkpoint import Checkpoint, ModelConfig, available_ram, require_ram
+from glm53.checkpoint.safetensors_file import ITEM_BYTES
+from glm53.errors import CheckpointError, ResourceError
+
+Tensors = dict[str, tuple[str, list[int], bytes]]
+EXPERT = "model.language_model.layers.1.mlp.experts.3.up_proj"
+
+
+def read_file(path: Path) -> Tensors:
+    raw = path.read_bytes()
+    n = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + n])
+    return {
+        k: (e["dtype"], e["shape"], raw[8 + n + e["data_offsets"][0] : 8 + n + e["data_offsets"][1]])
+        for k, e in header.items()
+        if k != "__metadata__"
+    }
+
+
+def write_file(path: Path, tensors: Tensors, change: Callable[[dict[str, Any]], None] | None = None) -> None:
+    header: dict[str, Any] = {}
+    at = 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    if change:
+        change(header)
+    head = json.dumps(header).encode()
+    path.write_bytes(len(head).to_bytes(8, "little") + head + b"".join(d for _, _, d in tensors.values()))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A private copy of a good checkpoint."""
+    return Path(shutil.copytree(golden_dir(), tmp_path / "model"))
+
+
+@pytest.fixture
+def weights(folder: Path) -> Path:
+    return folder / "model.safetensors"
+
+
+def refuse(path: Path, *parts: str) -> None:
+    """Opening fails with one line holding all the parts, and leaves no file open."""
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message, message
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def edit(weights: Path, change: Callable[[Tensors], None]) -> None:
+    tensors = read_file(weights)
+    change(tensors)
+    write_file(weights, tensors)
+
+
+def test_reads_what_safetensors_reads(weights: Path) -> None:
+    from safetensors.numpy import load_file
+
+    plain = {n: t for n, t in read_file(weights).items() if t[0] != "BF16"}
+    write = weights.parent / "plain.st"
+    write_file(write, plain)
+    reference = load_file(write)
+    with Checkpoint.open(weights.parent) as ck:
+        for name in reference:
+            assert np.array_equal(ck.read(name), reference[name]), name
+        ck.verify_unchanged()
+
+
+def test_bf16_and_f16_widen_exactly(folder: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    reference = load_file(folder / "model.safetensors")
+    with Checkpoint.open(folder) as ck:
+        for name in ("model.language_model.norm.weight", "model.language_model.layers.1.mlp.gate.weight"):
+            assert torch.equal(torch.from_numpy(ck.f32(name)), reference[name].float())
+
+
+def test_files_outside_the_index_are_read(folder: Path, weights: Path) -> None:
+    tensors = read_file(weights)
+    aux = {n: tensors.pop(n) for n in list(tensors) if "kpool" in n}
+    assert aux
+    write_file(weights, tensors)
+    write_file(folder / "kpool_aux.safetensors", aux)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(tensors, weights.name)})
+    )
+    Checkpoint.open(folder).close()
+
+
+def test_vision_and_mtp_tensors_are_known(weights: Path) -> None:
+    edit(weights, lambda t: t.update({"model.visual.patch_embed.weight": ("F16", [2], b"abcd")}))
+    Checkpoint.open(weights.parent).close()
+    with Checkpoint.open(checkpoint_dir(esb=1.0, mtp=1)) as ck:
+        assert ck.config.num_nextn_predict_layers == 1
+
+
+def test_expert_offsets_point_at_the_bytes(folder: Path) -> None:
+    with Checkpoint.open(folder) as ck:
+        linears = ck.experts(1)
+        assert [(x.expert, x.which) for x in linears[:4]] == [(0, "gate"), (0, "up"), (0, "down"), (1, "gate")]
+        assert len(linears) == 3 * ck.config.n_routed_experts
+        x = linears[10]
+        raw = x.trellis.file.read_bytes()[x.trellis.offset : x.trellis.offset + x.trellis.nbytes]
+        assert raw == ck.read(x.trellis.name).tobytes()
+        assert (x.bits, x.codebook) == (3, "mul1")
+
+
+def test_legacy_sign_words_become_scales(weights: Path) -> None:
+    key = "model.language_model.layers.0.mlp.up_proj"
+    bits = np.random.default_rng(0).integers(0, 2, 256)
+
+    def change(t: Tensors) -> None:
+        del t[f"{key}.suh"]
+        words = (bits.reshape(16, 16) << np.arange(16)).sum(1).astype(np.uint16)
+        t[f"{key}.su"] = ("I16", [16], words.tobytes())
+
+    edit(weights, change)
+    with Checkpoint.open(weights.parent) as ck:
+        assert np.array_equal(ck.linear(key).suh, 1.0 - 2.0 * bits)
+
+
+# ---------------------------------------------------------------- folders
+
+
+def test_wrong_paths_say_what_to_do(tmp_path: Path) -> None:
+    refuse(tmp_path / "nowhere", "no such directory", "nowhere", "turboderp/GLM-5.3-Flash-exl3")
+    refuse(tmp_path, "empty directory", "download")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    refuse(tmp_path, "GGUF", "not supported")
+    refuse(tmp_path / "model.gguf", "not a directory", "GGUF")
+
+
+def test_no_weights_and_no_config(folder: Path, weights: Path) -> None:
+    weights.unlink()
+    refuse(folder, "no *.safetensors")
+    (folder / "config.json").unlink()
+    refuse(folder, "no config.json")
+
+
+def test_a_plain_checkpoint_is_refused(folder: Path, weights: Path) -> None:
+    edit(weights, lambda t: [t.pop(n) for n in list(t) if n.split(".")[-1] in ("trellis", "suh", "svh", "mul1")])
+    refuse(folder, "not quantised to EXL3", "turboderp/GLM-5.3-Flash-exl3")
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("{", "not readable JSON"), ("[]", "not a JSON object"), ('{"model_type": "llama"}', "model_type is 'llama'"),
+     ('{"model_type": "glm5_next"}', "text_config is None")],
+)  # fmt: skip
+def test_bad_config_json(folder: Path, text: str, part: str) -> None:
+    (folder / "config.json").write_text(text)
+    refuse(folder, "config.json", part)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "part"),
+    [
+        ("hidden_size", "big", "text_config.hidden_size is 'big'"),
+        ("hidden_size", 250, "multiple of 128"),
+        ("num_hidden_layers", 0, "num_hidden_layers is 0"),
+        ("layer_types", ["linear_attention"], "layer_types"),
+        ("layer_types", ["mamba"] * 5, "layer_types"),
+        ("n_group", 2, "n_group is 2, need 1"),
+        ("scoring_func", "softmax", "scoring_func is 'softmax'"),
+        ("index_topk", 63, "multiple of 4"),
+        ("indexer_types", ["shared"] * 5, "indexer_types"),
+        ("eos_token_id", "x", "eos_token_id"),
+        ("linear_attn_config", {"num_heads": 4}, "linear_attn_config.head_dim"),
+    ],
+)
+def test_bad_fields_are_named(folder: Path, name: str, value: object, part: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"][name] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    refuse(folder, "config.json", part)
+
+
+def test_config_of_the_bundled_checkpoint() -> None:
+    c = ModelConfig.load(BUNDLED)
+    assert len(c.layer_types) == len(c.mlp_layer_types) == c.num_hidden_layers
+    assert c.moe_layers and c.kda_dim == c.kda_num_heads * c.kda_head_dim
+    assert "indexed_attention" in c.layer_types
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def test_missing_tensor(weights: Path) -> None:
+    edit(weights, lambda t: t.pop(f"{EXPERT}.suh"))
+    refuse(weights.parent, f"{EXPERT}.suh", "missing", "model.safetensors")
+
+
+def test_unknown_tensor(weights: Path) -> None:
+    name = "model.language_model.layers.1.mlp.experts.16.up_proj.suh"
+    edit(weights, lambda t: t.update({name: ("F16", [1], b"xx")}))
+    refuse(weights.parent, name, "unknown tensor", "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape", "part"),
+    [
+        ("model.language_model.norm.weight", "F64", [256], "dtype F64"),
+        ("model.language_model.norm.weight", "F32", [255], "shape [255], need [256]"),
+        (f"{EXPERT}.suh", "F32", [256], "dtype F32, need F16"),
+        (f"{EXPERT}.svh", "F16", [256], "need [128]"),
+        (f"{EXPERT}.trellis", "I32", [16, 8, 48], "dtype I32"),
+        (f"{EXPERT}.trellis", "I16", [8, 16, 48], "need [16, 8, 16 * K]"),
+        (f"{EXPERT}.trellis", "I16", [16, 8, 40], "up_proj.trellis: routed experts at 2.5 bits"),
+        (f"{EXPERT}.trellis", "I16", [16, 8, 80], "routed experts at 5 bits"),
+        (f"{EXPERT}.trellis", "I16", [16, 8, 50], "not an EXL3 rate"),
+        (f"{EXPERT}.mul1", "I32", [1], "shape [1], need []"),
+    ],
+)
+def test_wrong_dtype_shape_or_rate(weights: Path, name: str, dtype: str, shape: list[int], part: str) -> None:
+    size = math.prod(shape) * ITEM_BYTES[dtype]
+    edit(weights, lambda t: t.update({name: (dtype, shape, bytes(size))}))
+    refuse(weights.parent, name.rpartition(".")[0], part, "model.safetensors")
+
+
+def test_wrong_codebooks(weights: Path) -> None:
+    good = weights.read_bytes()
+    edit(weights, lambda t: t.update({f"{EXPERT}.mul1": ("I32", [], (0x83DCD12E).to_bytes(4, "little"))}))
+    refuse(weights.parent, f"{EXPERT}.mul1", "codebook 0x83dcd12e, need 0x83dcd12d")
+    weights.write_bytes(good)
+    edit(weights, lambda t: t.update({f"{EXPERT}.mcg": ("I32", [], (0xCBAC1FED).to_bytes(4, "little"))}))
+    refuse(weights.parent, EXPERT, "both mul1 and mcg")
+    weights.write_bytes(good)
+    edit(weights, lambda t: t.pop(f"{EXPERT}.mul1"))
+    refuse(weights.parent, EXPERT, "codebook 3inst")
+
+
+def test_mcg_experts_are_refused_unless_the_caller_decodes_them() -> None:
+    path = checkpoint_dir(esb=1.0, cb="mcg")
+    refuse(path, "codebook mcg", "experts")
+    with Checkpoint.open(path, expert_codebooks=("mcg",)) as ck:
+        assert ck.experts(1)[0].codebook == "mcg"
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_truncated_file(weights: Path) -> None:
+    last = list(read_file(weights))[-1]
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refuse(weights.parent, "model.safetensors", last, "truncated")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    refuse(weights.parent, "model.safetensors", "truncated")
+    weights.write_bytes(b"abc")
+    refuse(weights.parent, "model.safetensors", "not a safetensors file or truncated")
+
+
+def test_trailing_bytes(weights: Path) -> None:
+    weights.write_bytes(weights.read_bytes() + b"12345")
+    refuse(weights.parent, "5 bytes beyond the last tensor")
+
+
+def test_overlaps_and_holes(weights: Path) -> None:
+    tensors = read_file(weights)
+    a, b = list(tensors)[:2]
+
+    def shift(by: int) -> Callable[[dict[str, Any]], None]:
+        def change(header: dict[str, Any]) -> None:
+            header[b]["data_offsets"] = [v + by for v in header[b]["data_offsets"]]
+
+        return change
+
+    write_file(weights, tensors, shift(-4))
+    refuse(weights.parent, b, f"overlaps {a}")
+    write_file(weights, tensors, shift(4))
+    refuse(weights.parent, b, "hole of 4 bytes")
+
+
+@pytest.mark.parametrize(
+    ("entry", "part"),
+    [({"dtype": "F99"}, "corrupt header entry"), ({"shape": [-1]}, "corrupt header entry"), ({"shape": "x"}, "corrupt"),
+     ({"data_offsets": [0]}, "corrupt"), ({"shape": [3]}, "bytes stored")],
+)  # fmt: skip
+def test_corrupt_header_entries(weights: Path, entry: dict[str, Any], part: str) -> None:
+    write_file(weights, read_file(weights), lambda h: h["model.language_model.norm.weight"].update(entry))
+    refuse(weights.parent, "model.safetensors", part)
+
+
+def test_corrupt_header_json(weights: Path) -> None:
+    raw = bytearray(weights.read_bytes())
+    raw[8] = ord("?")
+    weights.write_bytes(raw)
+    refuse(weights.parent, "model.safetensors", "corrupt safetensors header")
+
+
+def test_duplicates_in_one_file_and_in_two(folder: Path, weights: Path) -> None:
+    tensors = read_file(weights)
+    name = next(iter(tensors))
+    write_file(folder / "extra.safetensors", {name: tensors[name]})
+    refuse(folder, name, "model.safetensors", "extra.safetensors")
+    (folder / "extra.safetensors").unlink()
+    raw = weights.read_bytes()
+    n = int.from_bytes(raw[:8], "little")
+    head = raw[8 : 8 + n].replace(
+        b"model.language_model.layers.0.hc_attn_fn", b"model.language_model.layers.0.hc_ffn_fn", 1
+    )
+    weights.write_bytes(len(head).to_bytes(8, "little") + head + raw[8 + n :])
+    refuse(folder, "twice in the header", "model.safetensors")
+
+
+def test_file_changed_while_reading(folder: Path, weights: Path) -> None:
+    name = f"{EXPERT}.trellis"
+    with Checkpoint.open(folder) as ck:
+        ck.read(name)
+        with weights.open("r+b") as f:
+            f.seek(-1, os.SEEK_END)
+            f.write(b"!")
+        os.utime(weights, ns=(1, 1))
+        with pytest.raises(CheckpointError, match=re.escape(name) + ".*changed while reading"):
+            ck.read(name)
+
+
+def test_file_replaced_or_shortened_while_reading(folder: Path, weights: Path) -> None:
+    last = list(read_file(weights))[-1]
+    with Checkpoint.open(folder) as ck:
+        shutil.copy(weights, folder / "new")
+        os.replace(folder / "new", weights)
+        ck.read(last)  # the file that was opened is still whole
+        with pytest.raises(CheckpointError, match="changed while reading"):
+            ck.verify_unchanged()
+    with Checkpoint.open(folder) as ck:
+        os.truncate(weights, weights.stat().st_size - 10)
+        with pytest.raises(CheckpointError, match=re.escape(last) + ".*shorter"):
+            ck.read(last)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_ram_check_names_both_numbers() -> None:
+    require_ram(5 << 30, "loading x", available=6 << 30)
+    with pytest.raises(ResourceError, match=r"loading x needs 7\.0 GiB of RAM, 6\.0 GiB are available"):
+        require_ram(7 << 30, "loading x", available=6 << 30)
+
+
+def test_available_ram_is_the_least_of_machine_and_cgroups(tmp_path: Path) -> None:
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (cgroup / "a/b").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   50 kB\n")
+    (proc / "self/cgroup").write_text("0::/a/b\n")
+    assert available_ram(proc, cgroup) == 50 * 1024
+    (cgroup / "a/b/memory.max").write_text("max\n")
+    (cgroup / "a/b/memory.current").write_text("7\n")
+    (cgroup / "a/memory.max").write_text("30000\n")
+    (cgroup / "a/memory.current").write_text("10000\n")
+    (cgroup / "a/memory.stat").write_text("anon 5\ninactive_file 1000\nactive_file 2000\n")
+    assert available_ram(proc, cgroup) == 23000
+    (proc / "meminfo").unlink()
+    (proc / "self/cgroup").unlink()
+    assert available_ram(proc, cgroup) is None
+    assert (available_ram() or 1) > 0
