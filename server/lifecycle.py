@@ -38,12 +38,12 @@ LOG_EVERY_S = 5.0
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """aiohttp logs a traceback for every malformed HTTP request; strangers must not be able to fill the log."""
+    """aiohttp logs a traceback for every malformed request or body; strangers must not be able to fill the log."""
     error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, HttpProcessingError):
+    if isinstance(error, HttpProcessingError | web.RequestPayloadError):
         record.exc_info = record.exc_text = None
         record.levelno, record.levelname = logging.INFO, "INFO"
-        record.msg += f": malformed HTTP ({type(error).__name__})"
+        record.msg = f"{record.msg}: malformed HTTP ({type(error).__name__})"
     return True
 
 
