@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ import pytest
 import torch
 from cpu_engine_helpers import BUNDLED, full_logits, golden_data, golden_dir, random_ids
 
+from glm53.checkpoint import Checkpoint
 from glm53.engine.cpu import CpuEngine
+from glm53.engine.cpu.experts import ExpertStore
 from glm53.engine.protocol import Delta, Finish, GenerationRequest, SamplingParams, Token
 from glm53.errors import CheckpointError, EngineError, PromptTooLong, RequestError, ResourceError
 from glm53.tokenizer import Tokenizer
@@ -377,6 +381,15 @@ def test_load_refuses_a_bad_folder_and_too_little_ram(tmp_path: Path, monkeypatc
         load()
 
 
+def test_a_file_that_changes_while_experts_are_read(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(golden_dir(), tmp_path / "model"))
+    with Checkpoint.open(folder) as checkpoint:
+        os.utime(folder / "model.safetensors", ns=(1, 1))
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: model\..*experts\.\d+\..*_proj\.") as caught:
+            ExpertStore(checkpoint, lambda stage, fraction: None)
+    assert "\n" not in str(caught.value)
+
+
 # ---------------------------------------------------------------- prefix reuse
 
 
@@ -469,9 +482,10 @@ def test_routing_trace(tmp_path: Path) -> None:
     gather(*(generate(e, request(random_ids(n, n), 4)) for n in (10, 20)))
     e.close()
     with np.load(tmp_path / "trace.npz") as data:
-        picks, step, prefill = data["picks"], data["step"], data["prefill"]
-    rows = 9 + 19 + 4 + 4
-    assert picks.shape == (rows, 4, 4) and step.shape == prefill.shape == (rows,)
-    assert picks.min() >= 0 and picks.max() < 16 and len(np.unique(picks)) > 4
-    assert prefill.sum() == 28 and (np.diff(step) >= 0).all()
-    assert all(len(set(p)) == 4 for p in picks.reshape(-1, 4).tolist())
+        picks, prefill, step = data["picks"], data["prefill_picks"], data["step"]
+        assert (int(data["experts"]), int(data["rows"])) == (16, 1)
+    assert picks.shape == (4 + 4, 4, 4) and prefill.shape == (9 + 19, 4, 4) and step.shape == (8,)
+    assert (np.diff(step) >= 0).all()
+    for rows in (picks, prefill):
+        assert rows.min() >= 0 and rows.max() < 16 and len(np.unique(rows)) > 4
+        assert all(len(set(p)) == 4 for p in rows.reshape(-1, 4).tolist())

@@ -206,6 +206,10 @@ class Checkpoint:
         """Read one tensor's bytes straight into a writable byte buffer of exactly its size."""
         self._files[info.file].read_into(info, buffer)
 
+    def file_version(self, file: Path) -> tuple[int, int]:
+        """(st_size, st_mtime_ns) a file had at `open`: what a reader of its own must find."""
+        return self._files[file].version
+
     def f32(self, name: str) -> F32:
         """One plain tensor widened to float32."""
         raw = self.read(name)

@@ -110,6 +110,11 @@ class SafetensorsFile:
         if at != size:
             raise CheckpointError(f"{self.path}: {size - at} bytes beyond the last tensor; download it again")
 
+    @property
+    def version(self) -> tuple[int, int]:
+        """(st_size, st_mtime_ns) at open."""
+        return self._identity[:2]
+
     def read_into(self, tensor: TensorInfo, buffer: memoryview) -> None:
         """Fill a writable byte buffer of exactly `tensor.nbytes`. Raises CheckpointError if the file changed."""
         if buffer.nbytes != tensor.nbytes:

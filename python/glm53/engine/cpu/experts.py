@@ -7,6 +7,8 @@ constant. `RoutedExperts` stands at transformers' `layer.mlp.experts` and counts
 
 from __future__ import annotations
 
+import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,9 @@ from ...checkpoint import Checkpoint, ExpertLinear
 from ...engine.protocol import Progress
 from ...errors import CheckpointError
 
-ARENA_ALIGN = 64
-"""Bytes between starts of tensors in an arena: a cache line."""
+ARENA_ALIGN = 256
+"""Bytes between starts of tensors in a HostArena."""
+_READERS = 4
 
 
 def _aligned(nbytes: int) -> int:
@@ -33,38 +36,48 @@ def layer_bytes(linears: list[ExpertLinear]) -> int:
 
 
 class ExpertStore:
-    """Arena and native table of every MoE layer, in layer order."""
+    """Arena and native table of every MoE layer; `tables` by layer index, in layer order."""
 
     def __init__(self, checkpoint: Checkpoint, progress: Progress) -> None:
-        config = checkpoint.config
-        self._arenas: list[npt.NDArray[np.uint8]] = []
+        self._checkpoint = checkpoint
+        self._arenas: list[Any] = []
         self.tables: dict[int, Any] = {}
         self.nbytes = 0
-        layers = config.moe_layers
-        for done, i in enumerate(layers):
-            progress("routed experts", done / len(layers))
-            self.tables[i] = self._load(checkpoint, checkpoint.experts(i))
+        layers = checkpoint.config.moe_layers
+        with ThreadPoolExecutor(_READERS, "glm53-read") as readers:
+            for done, i in enumerate(layers):
+                progress("routed experts", done / len(layers))
+                self.tables[i] = self._load(i, readers)
         progress("routed experts", 1.0)
 
-    def _load(self, checkpoint: Checkpoint, linears: list[ExpertLinear]) -> Any:
-        c = checkpoint.config
-        arena = np.empty(layer_bytes(linears), np.uint8)
+    def _load(self, layer: int, readers: ThreadPoolExecutor) -> Any:
+        """Read one layer's experts into its own arena, seal it, and tell the native table where they lie."""
+        c, linears = self._checkpoint.config, self._checkpoint.experts(layer)
+        arena = _core.HostArena(layer_bytes(linears), f"experts of layer {layer}")
         self._arenas.append(arena)
-        self.nbytes += arena.nbytes
+        self.nbytes += arena.bytes
+        places = list(readers.map(functools.partial(self._read, arena), linears))
+        arena.seal()
         table = _core.ExpertTable(c.n_routed_experts, c.hidden_size, c.moe_intermediate_size, c.swiglu_limit)
-        at = 0
-        for x in linears:
-            parts: list[npt.NDArray[Any]] = []
-            for info, dtype in ((x.trellis, np.uint16), (x.suh, np.uint16), (x.svh, np.uint16)):
-                view = arena[at : at + info.nbytes]
-                checkpoint.read_into(info, view.data)
-                parts.append(view.view(dtype).reshape(info.shape))
-                at += _aligned(info.nbytes)
+        for x, place in zip(linears, places, strict=True):
             try:
-                table.set(x.expert, x.which, parts[0], parts[1], parts[2], x.bits)
+                table.set_address(x.expert, x.which, *place, x.bits)
             except ValueError as e:
                 raise CheckpointError(f"{x.trellis.file}: {x.trellis.name}: {e}") from e
         return table
+
+    def _read(self, arena: Any, linear: ExpertLinear) -> tuple[int, ...]:
+        """Address and size of trellis, suh and svh after reading them."""
+        place: list[int] = []
+        for info in (linear.trellis, linear.suh, linear.svh):
+            at = arena.reserve(info.nbytes)
+            try:
+                version = self._checkpoint.file_version(info.file)
+                arena.read_file(str(info.file), info.offset, at, info.nbytes, version)
+            except RuntimeError as e:
+                raise CheckpointError(f"{info.file}: {info.name}: {e}; load it again") from e
+            place += (arena.address + at, info.nbytes)
+        return tuple(place)
 
 
 class RoutedExperts(nn.Module):

@@ -8,6 +8,7 @@ be imported (fla, causal_conv1d) are kept out: they are GPU code.
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,10 +40,16 @@ def _without_gpu_packages() -> Iterator[None]:
                 sys.modules[name] = module
 
 
+def _no_advice(record: logging.LogRecord) -> bool:
+    """Drop transformers' advice to install the GPU packages."""
+    return "reference PyTorch implementation" not in record.getMessage()
+
+
 def modeling() -> Any:
     """transformers' glm5_next module with its pure torch functions. Raises EngineError where that cannot be had."""
     if _MODULE in sys.modules and any(sys.modules.get(name) is not None for name in _GPU_PACKAGES):
         raise EngineError(f"{' / '.join(_GPU_PACKAGES)} was loaded before the CPU engine, which cannot use it")
+    logging.getLogger("transformers.integrations.hub_kernels").addFilter(_no_advice)
     try:
         with _without_gpu_packages():
             return importlib.import_module(_MODULE)

@@ -60,7 +60,7 @@ class CpuModel:
         dense = sum(p.nbytes for p in model.parameters())
         self._decode_threads = max(1, min(threads, dense // _DENSE_BYTES_PER_THREAD))
         self.rows = 0
-        self._trace = _Trace(trace, self._experts) if trace else None
+        self._trace = _Trace(trace, self._experts, self.config) if trace and self._experts else None
 
     @property
     def isa(self) -> str:
@@ -111,30 +111,38 @@ class CpuModel:
 
 
 class _Trace:
-    """npz of every row's picks: `picks` (rows, moe_layers, k) int16, `step` (rows,) int32, `prefill` (rows,) bool."""
+    """npz of routed picks as bench/trace_replay.py reads them, one row a step.
 
-    def __init__(self, path: Path, experts: list[RoutedExperts]) -> None:
-        self._path, self._experts, self._steps = path, experts, 0
-        self._picks: list[npt.NDArray[np.int16]] = []
-        self._step: list[npt.NDArray[np.int32]] = []
-        self._prefill: list[npt.NDArray[np.bool_]] = []
+    `picks` (decode rows, moe_layers, k) and `prefill_picks` (prompt rows, moe_layers, k) int16; `step` (decode rows,)
+    int32 says which rows were decoded in one step; `experts` and `rows` (= 1) scalars.
+    """
+
+    def __init__(self, path: Path, experts: list[RoutedExperts], config: ModelConfig) -> None:
+        self._path, self._experts, self._steps, self._config = path, experts, 0, config
+        self._decode: list[npt.NDArray[np.int16]] = []
+        self._prefill: list[npt.NDArray[np.int16]] = []
+        self._step: list[int] = []
         for e in experts:
             e.trace = []
 
     def add(self, is_prefill: bool) -> None:
-        layers = [np.concatenate(e.trace) for e in self._experts if e.trace]
+        picks = np.stack([np.concatenate(e.trace or []) for e in self._experts], axis=1).astype(np.int16)
         for e in self._experts:
             e.trace = []
-        if layers:
-            picks = np.stack(layers, axis=1).astype(np.int16)
-            self._picks.append(picks)
-            self._step.append(np.full(picks.shape[0], self._steps, np.int32))
-            self._prefill.append(np.full(picks.shape[0], is_prefill))
-        self._steps += 1
+        if is_prefill:
+            self._prefill.append(picks)
+        else:
+            self._decode.append(picks)
+            self._step += [self._steps] * picks.shape[0]
+            self._steps += 1
 
     def save(self) -> None:
-        k = self._picks[0].shape[2] if self._picks else 0
-        picks = np.concatenate(self._picks) if self._picks else np.zeros((0, len(self._experts), k), np.int16)
-        step = np.concatenate(self._step) if self._step else np.zeros(0, np.int32)
-        flags = np.concatenate(self._prefill) if self._prefill else np.zeros(0, np.bool_)
-        np.savez_compressed(self._path, picks=picks, step=step, prefill=flags)
+        none = np.zeros((0, len(self._experts), self._config.num_experts_per_tok), np.int16)
+        np.savez_compressed(
+            self._path,
+            picks=np.concatenate([none, *self._decode]),
+            prefill_picks=np.concatenate([none, *self._prefill]),
+            step=np.array(self._step, np.int32),
+            experts=self._config.n_routed_experts,
+            rows=1,
+        )
