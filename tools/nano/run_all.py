@@ -194,33 +194,47 @@ def save_model(run: Run, model: Any) -> None:
 
 @torch.no_grad()
 def reference(run: Run, model: Any) -> float:
-    """Float32 figures of the trained weights: perplexity with transformers' forward, clamp share, routing traces."""
+    """Float32 figures of the trained weights: perplexity, clamp share, routing traces; returns the mean loss.
+
+    The training forward is the same function as transformers' own; the difference on two documents is recorded.
+    """
     torch.set_float32_matmul_precision("highest")
-    for p in model.parameters():
-        p.requires_grad_(False)
     total, count, picks, clamped = 0.0, 0, [], []
+    differences: list[Any] = []
     for ids in stock.documents(run.out / "held-out.npz")[: 2 if run.args.smoke else None]:
         tokens = torch.from_numpy(ids.astype(np.int64))[None].to(run.device)
-        loss, n = stock.nll(model(input_ids=tokens, use_cache=False).logits[0].float().cpu(), ids)
-        total, count = total + loss, count + n
         padded = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % 64))
         fresh = torch.zeros_like(padded, dtype=torch.bool)
         fresh[:, 0] = True
         step = fastnet.Step(fastnet.Ops(), torch.float32, fresh, clamped=[])
-        fastnet.forward(model, padded, step)
+        logits = fastnet.forward(model, padded, step)[0, : len(ids)].float()
+        loss, n = stock.nll(logits.cpu(), ids)
+        total, count = total + loss, count + n
         picks.append(torch.stack([p[: len(ids)] for p in step.picks], 1).to(torch.int16).cpu())
         clamped.append([float(c) for c in step.clamped or []])
+        if len(differences) < 2:
+            differences.append(against_transformers(model, tokens, logits))
     traces = torch.cat(picks)[:TRACE_TOKENS].numpy()
     np.savez_compressed(run.out / "traces.npz", picks=traces, experts=np.array(config.EXPERTS))
-    share = float(np.mean(clamped))
     run.done(
         "reference",
         fp32_nll=total / count,
         fp32_ppl=float(np.exp(total / count)),
-        clamp_share_of_active_units=share,
+        clamp_share_of_active_units=float(np.mean(clamped)),
+        clamp_share_by_layer=np.mean(clamped, axis=0).tolist(),
         trace_shape=list(traces.shape),
+        logits_difference_to_transformers=differences,
     )
     return total / count
+
+
+def against_transformers(model: Any, tokens: torch.Tensor, logits: torch.Tensor) -> float | str:
+    """Largest logit difference to transformers' own forward, or why that could not run here."""
+    try:
+        theirs = model(input_ids=tokens, use_cache=False).logits[0].float()
+    except (RuntimeError, ImportError, ValueError) as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return float((theirs - logits).abs().max())
 
 
 def quantise(run: Run) -> bool:
