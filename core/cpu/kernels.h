@@ -23,7 +23,7 @@ constexpr int kMaxBits = 4;
 // Activations of `rows` rows, ready for a product.
 struct Activations {
     int16_t* values;   // row r starts at r * stride * kernels.words_per_value; order: the kernel's own
-    int32_t* bias;     // (rows, stride / 64): -510 * (sum of the int16 values of 64 channels)
+    int32_t* bias;     // (rows, stride / 128): -510 * (sum of the block's int16 values)
     float* scale;      // (rows, stride / 128): weight step * block scale / sqrt(128)
     ptrdiff_t stride;  // channels of a row, a multiple of 128
     bool one_row;      // laid out for calls with rows == 1 (a kernel may prefer another order then)

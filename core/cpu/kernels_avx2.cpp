@@ -3,8 +3,7 @@
 // one or two 32-bit windows, from which its eight states are shifted out.
 //   positions 0-3: column c,     rows 2 l + {0, 1, 8, 9}
 //   positions 4-7: column c + 8, the same rows
-// Four tile rows are summed in registers per pass: eight would put eight streams at one distance of n_tiles tiles,
-// which for real shapes is a multiple of 4096 bytes, into the same set of the L1 cache.
+// Eight tile rows (one block of activations) are summed in registers per pass.
 #include <immintrin.h>
 
 #include "cpu/kernels.h"
@@ -14,14 +13,14 @@
 namespace glm53::cpu {
 namespace {
 
-constexpr int kPassTiles = 4;
-constexpr int kPairs = 4;  // of adjacent columns with positions 0-3 in a tile
+constexpr int kTileValues = 32;  // int16 words of activations for one tile row: each value twice
+constexpr int kPairs = 4;        // of adjacent columns with positions 0-3 in a tile
 
 inline __m128i load16(const uint8_t* p) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
 }
-inline __m256i load32(const uint8_t* p) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+inline __m256i load32(const void* p) {
+    return _mm256_loadu_si256(static_cast<const __m256i*>(p));
 }
 inline __m256i join(__m128i low, __m128i high) {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
@@ -122,13 +121,13 @@ inline void add_rows(__m256i window, const int16_t* x, ptrdiff_t row_stride, __m
         const __m256i sums = _mm256_hadd_epi16(first, second);
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) {
-            const __m256i product = _mm256_madd_epi16(sums, broadcast8(x + r * row_stride + 4 * j));
+            const __m256i product = _mm256_madd_epi16(sums, load32(x + r * row_stride + 8 * j));
             sum[r] = _mm256_add_epi32(sum[r], product);
         }
     }
 }
 
-// Position of a pass: four tiles down from `tile`, and their activations.
+// Position of a pass: eight tiles down from `tile`, and their activations.
 struct Pass {
     const uint8_t* tile;
     ptrdiff_t tile_stride;  // bytes to the tile below
@@ -152,10 +151,10 @@ inline void sum_pair(const Windows<Bits>& windows, const Pass& pass, int p, __m2
         __m256i sum_a = start(pass, 0);
         __m256i sum_b = sum_a;
 #pragma GCC unroll 1
-        for (int i = 0; i < kPassTiles; ++i) {
+        for (int i = 0; i < kBlockTiles; ++i) {
             windows.load(pass.tile + i * pass.tile_stride, p, a, b);
-            add_one_row<Bits, 0>(a, pass.x + i * 32, sum_a);
-            add_one_row<Bits, 1>(b, pass.x + i * 32, sum_b);
+            add_one_row<Bits, 0>(a, pass.x + i * kTileValues, sum_a);
+            add_one_row<Bits, 1>(b, pass.x + i * kTileValues, sum_b);
         }
         sums[0][0] = sum_a;
         sums[1][0] = sum_b;
@@ -164,25 +163,25 @@ inline void sum_pair(const Windows<Bits>& windows, const Pass& pass, int p, __m2
         __m256i sum_b[Rows];
         for (int r = 0; r < Rows; ++r) sum_a[r] = sum_b[r] = start(pass, r);
 #pragma GCC unroll 1
-        for (int i = 0; i < kPassTiles; ++i) {
+        for (int i = 0; i < kBlockTiles; ++i) {
             windows.load(pass.tile + i * pass.tile_stride, p, a, b);
-            add_rows<Bits, 0, Rows>(a, pass.x + i * 16, pass.x_stride, sum_a);
-            add_rows<Bits, 1, Rows>(b, pass.x + i * 16, pass.x_stride, sum_b);
+            add_rows<Bits, 0, Rows>(a, pass.x + i * kTileValues, pass.x_stride, sum_a);
+            add_rows<Bits, 1, Rows>(b, pass.x + i * kTileValues, pass.x_stride, sum_b);
         }
         for (int r = 0; r < Rows; ++r) sums[0][r] = sum_a[r], sums[1][r] = sum_b[r];
     } else {  // one half at a time: sixteen sums would not fit the registers
         __m256i sum[Rows];
         for (int r = 0; r < Rows; ++r) sum[r] = start(pass, r);
 #pragma GCC unroll 1
-        for (int i = 0; i < kPassTiles; ++i) {
+        for (int i = 0; i < kBlockTiles; ++i) {
             windows.load(pass.tile + i * pass.tile_stride, p, a, b);
-            add_rows<Bits, 0, Rows>(a, pass.x + i * 16, pass.x_stride, sum);
+            add_rows<Bits, 0, Rows>(a, pass.x + i * kTileValues, pass.x_stride, sum);
         }
         for (int r = 0; r < Rows; ++r) sums[0][r] = sum[r], sum[r] = start(pass, r);
 #pragma GCC unroll 1
-        for (int i = 0; i < kPassTiles; ++i) {
+        for (int i = 0; i < kBlockTiles; ++i) {
             windows.load(pass.tile + i * pass.tile_stride, p, a, b);
-            add_rows<Bits, 1, Rows>(b, pass.x + i * 16, pass.x_stride, sum);
+            add_rows<Bits, 1, Rows>(b, pass.x + i * kTileValues, pass.x_stride, sum);
         }
         for (int r = 0; r < Rows; ++r) sums[1][r] = sum[r];
     }
@@ -199,23 +198,21 @@ inline void add_columns(__m256i p0, __m256i p1, __m256i p2, __m256i p3, float sc
 template <int Bits, int Rows>
 void gemv_rows(const Gemv& g) {
     constexpr int kTileBytes = 32 * Bits;
-    constexpr int kWords = Rows == 1 ? 32 : 16;  // of activations a tile row
     const Windows<Bits> windows;
     const ptrdiff_t row_bytes = static_cast<ptrdiff_t>(g.n_tiles) * kTileBytes;
     const ptrdiff_t blocks = g.x.stride / kBlock;
-    for (int half_block = 2 * g.block_begin; half_block < 2 * g.block_end; ++half_block) {
-        const int k = half_block * kPassTiles;
-        const int16_t* x = g.x.values + k * kWords;
-        const int32_t* bias = g.x.bias + half_block;
+    for (int block = g.block_begin; block < g.block_end; ++block) {
+        const ptrdiff_t k = static_cast<ptrdiff_t>(block) * kBlockTiles;
         const uint8_t* row = g.trellis + k * row_bytes;
         for (int n = g.n_begin; n < g.n_end; ++n) {
-            const Pass pass{
-                row + static_cast<ptrdiff_t>(n) * kTileBytes, row_bytes, x, 2 * g.x.stride, bias, 2 * blocks};
+            const uint8_t* tile = row + static_cast<ptrdiff_t>(n) * kTileBytes;
+            const int16_t* x = g.x.values + k * kTileValues;
+            const Pass pass{tile, row_bytes, x, 2 * g.x.stride, g.x.bias + block, blocks};
             __m256i sums[kPairs][2][Rows];
 #pragma GCC unroll 4
             for (int p = 0; p < kPairs; ++p) sum_pair<Bits, Rows>(windows, pass, p, sums[p]);
             for (int r = 0; r < Rows; ++r) {
-                const float scale = g.x.scale[r * blocks + half_block / 2];
+                const float scale = g.x.scale[r * blocks + block];
                 float* y = g.y + r * g.y_stride + n * exl3::kTileSide;
                 for (int half = 0; half < 2; ++half) {
                     add_columns(sums[0][half][r], sums[1][half][r], sums[2][half][r], sums[3][half][r], scale,
@@ -248,24 +245,22 @@ void gemv(const Gemv* g) {
     }
 }
 
-// Order of a tile row's 16 values. One row: per position j = 0..3, its four rows' values, each twice (for the two byte
-// pairs). Several: positions (0, 1), then (2, 3), four values each.
+// Order of a tile row's 16 values, each twice. One row: per position j = 0..3 its four rows' values, each for the two
+// byte pairs of a state. Several: positions (0, 1), then (2, 3), four values each, once for each half of a vector.
 float quantise(const float* x, const uint16_t* suh, Activations* out, int row, int block) {
     alignas(32) int16_t natural[kBlock];
-    const float offset = quantise_block_avx2(x, suh, natural, out->bias + row * (out->stride / 64) + block * 2,
-                                             out->scale + row * (out->stride / kBlock) + block);
+    const ptrdiff_t index = row * (out->stride / kBlock) + block;
+    const float offset = quantise_block_avx2(x, suh, natural, out->bias + index, out->scale + index);
     const __m128i even = _mm_setr_epi8(0, 1, 0, 1, 4, 5, 4, 5, 8, 9, 8, 9, 12, 13, 12, 13);
     const __m128i odd = _mm_setr_epi8(2, 3, 2, 3, 6, 7, 6, 7, 10, 11, 10, 11, 14, 15, 14, 15);
     const __m128i split = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
-    int16_t* base = out->values + row * out->stride * 2 + block * kBlock * (out->one_row ? 2 : 1);
+    const __m128i first = out->one_row ? even : split;
+    const __m128i second = out->one_row ? odd : split;
+    int16_t* target = out->values + index * kBlock * 2;
     for (int i = 0; i < kBlock / 8; ++i) {
         const __m128i v = _mm_load_si128(reinterpret_cast<const __m128i*>(natural + 8 * i));
-        if (out->one_row) {
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(base + 16 * i), _mm_shuffle_epi8(v, even));
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(base + 16 * i + 8), _mm_shuffle_epi8(v, odd));
-        } else {
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(base + 8 * i), _mm_shuffle_epi8(v, split));
-        }
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(target + 16 * i), _mm_shuffle_epi8(v, first));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(target + 16 * i + 8), _mm_shuffle_epi8(v, second));
     }
     return offset;
 }

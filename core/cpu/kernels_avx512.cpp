@@ -167,9 +167,7 @@ struct Pass {
 };
 
 inline __m512i start(const Pass& pass, int row) {
-    const int32_t* bias = pass.bias + row * pass.bias_stride;
-    const uint32_t total = static_cast<uint32_t>(bias[0]) + static_cast<uint32_t>(bias[1]);
-    return _mm512_maskz_set1_epi32(0x1111, static_cast<int>(total));
+    return _mm512_maskz_set1_epi32(0x1111, pass.bias[row * pass.bias_stride]);
 }
 
 template <int Bits>
@@ -235,8 +233,8 @@ void gemv_rows(const Gemv& g) {
                 (next > n ? reinterpret_cast<uintptr_t>(row) : below) + static_cast<uintptr_t>(next) * kTileBytes;
             const Pass pass{tile,       reinterpret_cast<const uint8_t*>(prefetch),
                             row_bytes,  g.x.values + k * exl3::kTileSide,
-                            g.x.stride, g.x.bias + 2 * block,
-                            2 * blocks};
+                            g.x.stride, g.x.bias + block,
+                            blocks};
             __m512i sums[2][2][Rows];
             run_pass<Bits, Rows>(windows, pass, sums);
             for (int r = 0; r < Rows; ++r) {
@@ -270,9 +268,8 @@ void gemv(const Gemv* g) {
 }
 
 float quantise(const float* x, const uint16_t* suh, Activations* out, int row, int block) {
-    return quantise_block_avx2(x, suh, out->values + row * out->stride + block * kBlock,
-                               out->bias + row * (out->stride / 64) + block * 2,
-                               out->scale + row * (out->stride / kBlock) + block);
+    const ptrdiff_t index = row * (out->stride / kBlock) + block;
+    return quantise_block_avx2(x, suh, out->values + index * kBlock, out->bias + index, out->scale + index);
 }
 
 }  // namespace

@@ -36,19 +36,17 @@ float quantise(const float* x, const uint16_t* suh, Activations* out, int row, i
     const bool finite = std::isfinite(sum) && std::isfinite(largest);
     const float step = finite && largest > 0.0f ? largest / 32767.0f : 1.0f;
     const float inverse = 1.0f / step;
-    int16_t* values = out->values + row * out->stride + block * kBlock;
-    int32_t* bias = out->bias + row * (out->stride / 64) + block * 2;
-    for (int half = 0; half < 2; ++half) {
-        int32_t total = 0;
-        for (int i = half * 64; i < half * 64 + 64; ++i) {
-            const float rounded = finite ? std::nearbyint(v[i] * inverse) : 0.0f;
-            values[i] = static_cast<int16_t>(std::clamp(rounded, -32767.0f, 32767.0f));
-            total += values[i];
-        }
-        bias[half] = -exl3::kMul1Centre * total;
+    const ptrdiff_t index = row * (out->stride / kBlock) + block;
+    int32_t total = 0;
+    for (int i = 0; i < kBlock; ++i) {
+        const float rounded = finite ? std::nearbyint(v[i] * inverse) : 0.0f;
+        const int16_t value = static_cast<int16_t>(std::clamp(rounded, -32767.0f, 32767.0f));
+        out->values[index * kBlock + i] = value;
+        total += value;
     }
     const float nan = std::numeric_limits<float>::quiet_NaN();
-    out->scale[row * (out->stride / kBlock) + block] = (finite ? step : nan) * exl3::kMul1Step * exl3::kHadamardScale;
+    out->bias[index] = -exl3::kMul1Centre * total;
+    out->scale[index] = (finite ? step : nan) * exl3::kMul1Step * exl3::kHadamardScale;
     return exl3::kMul1Offset * exl3::kHadamardScale * sum;
 }
 
@@ -56,8 +54,8 @@ float quantise(const float* x, const uint16_t* suh, Activations* out, int row, i
 // the way (the bias brings the total back into range).
 void block_sums(const Gemv& g, exl3::Rate rate, int n, int block, uint32_t sums[kMaxRows][exl3::kTileSide]) {
     for (int r = 0; r < g.rows; ++r) {
-        const int32_t* bias = g.x.bias + r * (g.x.stride / 64) + block * 2;
-        std::fill_n(sums[r], exl3::kTileSide, static_cast<uint32_t>(bias[0]) + static_cast<uint32_t>(bias[1]));
+        const int32_t bias = g.x.bias[r * (g.x.stride / kBlock) + block];
+        std::fill_n(sums[r], exl3::kTileSide, static_cast<uint32_t>(bias));
     }
     uint16_t states[exl3::kTileWeights];
     for (int k = block * kBlockTiles; k < (block + 1) * kBlockTiles; ++k) {

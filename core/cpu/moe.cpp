@@ -150,7 +150,7 @@ void CpuMoe::plan(const ExpertTable& table, const MoeCall& call) {
 void CpuMoe::reserve(Prepared& prepared, int64_t slots, int64_t channels) const {
     const size_t values = static_cast<size_t>(slots * channels);
     prepared.values.reserve(values * static_cast<size_t>(kernels_.words_per_value));
-    prepared.bias.reserve(values / 64);
+    prepared.bias.reserve(values / kBlock);
     prepared.scale.reserve(values / kBlock);
     prepared.offset.reserve(values / kBlock);
 }
@@ -172,8 +172,8 @@ void CpuMoe::reserve(const ExpertTable& table, const MoeCall& call, int active) 
 // The activations of `rows` consecutive slots, row 0 being slot `slot`.
 Activations CpuMoe::view(const Prepared& prepared, int64_t channels, int64_t slot, int rows) const {
     return {prepared.values.data() + slot * channels * kernels_.words_per_value,
-            prepared.bias.data() + slot * (channels / 64), prepared.scale.data() + slot * (channels / kBlock), channels,
-            rows == 1};
+            prepared.bias.data() + slot * (channels / kBlock), prepared.scale.data() + slot * (channels / kBlock),
+            channels, rows == 1};
 }
 
 // Rotates and rounds x for the gate and up of every pick: the blocks of all groups, dealt out evenly.

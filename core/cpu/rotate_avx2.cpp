@@ -60,10 +60,10 @@ inline int32_t horizontal_sum(__m256i v) {
     return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
 }
 
-// Rounds 64 values to int16, returns their sum.
-inline int32_t round_half_block(const __m256 v[8], __m256 inverse, int16_t* out) {
+// Rounds 128 values to int16, returns their sum.
+inline int32_t round_block(const __m256 v[kVectors], __m256 inverse, int16_t* out) {
     __m256i sum = _mm256_setzero_si256();
-    for (int i = 0; i < 8; i += 2) {
+    for (int i = 0; i < kVectors; i += 2) {
         const __m256i a = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
         const __m256i b = _mm256_cvtps_epi32(_mm256_mul_ps(v[i + 1], inverse));
         sum = _mm256_add_epi32(sum, _mm256_add_epi32(a, b));
@@ -95,8 +95,7 @@ float quantise_block_avx2(const float* x, const uint16_t* suh, int16_t* values, 
     if (!finite) {
         for (__m256& value : v) value = _mm256_setzero_ps();
     }
-    bias[0] = -exl3::kMul1Centre * round_half_block(v, inverse, values);
-    bias[1] = -exl3::kMul1Centre * round_half_block(v + 8, inverse, values + 64);
+    *bias = -exl3::kMul1Centre * round_block(v, inverse, values);
     *scale = (finite ? step : __builtin_nanf("")) * exl3::kMul1Step * exl3::kHadamardScale;
     return exl3::kMul1Offset * exl3::kHadamardScale * total;
 }

@@ -4,7 +4,7 @@
 
 namespace glm53::cpu {
 
-// Kernels::quantise for one block: 128 values in natural order, two biases, one scale.
+// Kernels::quantise for one block: 128 values in natural order, its bias and its scale.
 float quantise_block_avx2(const float* x, const uint16_t* suh, int16_t* values, int32_t* bias, float* scale);
 // Kernels::rotate_out.
 void rotate_out_avx2(float* y, float offset, const uint16_t* svh);
