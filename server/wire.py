@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import orjson
 
 from glm53.engine.protocol import StreamUsage, Token
 from glm53.tokenizer import Tokenizer
@@ -19,6 +22,14 @@ LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 def finite(logprob: float | None) -> float:
     """The log-probability as a number that JSON can carry."""
     return LOWEST if logprob is None or not math.isfinite(logprob) else logprob
+
+
+def json_list(items: Iterable[object]) -> orjson.Fragment:
+    """A long list as finished JSON, written in slices: all of it at once would hold the interpreter lock."""
+    iterator, slices = iter(items), []
+    while part := list(itertools.islice(iterator, 1024)):
+        slices.append(orjson.dumps(part)[1:-1])
+    return orjson.Fragment(b"[" + b",".join(slices) + b"]")
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
@@ -58,15 +69,15 @@ def timings(usage_: StreamUsage) -> dict[str, Any]:
     }
 
 
-def chat_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def chat_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> orjson.Fragment:
     """`logprobs.content` of the Chat Completions API; `bytes` tells what half a character's token really is."""
-    return [
+    return json_list(
         {
             **_entry(token.data, token.logprob),
             "top_logprobs": [_entry(tokenizer.token_bytes(i), logprob) for i, logprob in token.top],
         }
         for token in tokens
-    ]
+    )
 
 
 def _entry(data: bytes, logprob: float | None) -> dict[str, Any]:

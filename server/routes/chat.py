@@ -35,7 +35,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         reply = _Reply(job, work, choices)
         if work.call.decoding.stream:
             return await stream(job, choices, StreamFormat(reply.begin, reply.events, reply.end, reply.error))
-        return json_response(reply.whole(await gather(job, choices)))
+        answers = await gather(job, choices)
+        return json_response(await state.run_on_thread(lambda: reply.whole(answers)))
 
 
 class _Reply:

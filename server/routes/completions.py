@@ -42,7 +42,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
         reply = _Reply(job, call, work, choices, echoed)
         if call.decoding.stream:
             return await stream(job, choices, StreamFormat(reply.begin, reply.events, reply.end, reply.error))
-        return json_response(reply.whole(await gather(job, choices)))
+        answers = await gather(job, choices)
+        return json_response(await state.run_on_thread(lambda: reply.whole(answers)))
 
 
 @dataclass(slots=True)

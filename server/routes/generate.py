@@ -20,7 +20,7 @@ from ..protocol.events import Answer, ContentText, Done, Event
 from ..protocol.requests import GenerateCall, parse_detokenize, parse_generate, parse_tokenize
 from ..protocol.sse import frame
 from ..text_work import TextWork, constrain, scores, text_work
-from ..wire import finite
+from ..wire import finite, json_list
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -40,11 +40,12 @@ async def generate(request: web.Request) -> web.StreamResponse:
         scored = await scores(job, work.prompts, call.decoding.top_logprobs or 0) if _wants_scores(call) else None
         reply = _Reply(job, call, work, scored)
         if scored is not None and call.decoding.max_tokens == 0 and not call.decoding.stream:
-            return json_response(reply.scores_only())
+            return json_response(await state.run_on_thread(reply.scores_only))
         choices = submit(job, work.works, call.decoding)
         if call.decoding.stream:
             return await stream(job, choices, StreamFormat(lambda: b"", reply.events, lambda: b"", reply.error))
-        return json_response(reply.whole(choices, await gather(job, choices)))
+        answers = await gather(job, choices)
+        return json_response(await state.run_on_thread(lambda: reply.whole(choices, answers)))
 
 
 def _wants_scores(call: GenerateCall) -> bool:
@@ -118,12 +119,12 @@ class _Reply:
     def _add_logprobs(self, meta: dict[str, Any], index: int) -> None:
         tokens = self._tokens[index]
         inputs = self._scored[index // self._call.decoding.n][self._call.logprob_start :] if self._scored else []
-        meta["input_token_logprobs"] = [self._entry(s.id, s.logprob) for s in inputs]
+        meta["input_token_logprobs"] = json_list(self._entry(s.id, s.logprob) for s in inputs)
         meta["output_token_logprobs"] = [self._entry(t.id, finite(t.logprob)) for t in tokens]
         if self._call.decoding.top_logprobs:
-            meta["input_top_logprobs"] = [
+            meta["input_top_logprobs"] = json_list(
                 None if s.logprob is None else [self._entry(i, v) for i, v in s.top] for s in inputs
-            ]
+            )
             meta["output_top_logprobs"] = [[self._entry(i, v) for i, v in t.top] for t in tokens]
 
     def _entry(self, token_id: int, logprob: float | None) -> list[Any]:

@@ -161,6 +161,14 @@ def test_body_limit(start: Start) -> None:
     assert live.chat(messages=user("x" * (MIB // 2))).status == 200
 
 
+@pytest.mark.parametrize("piece", [b"0,", b"[],", b'{"a":1},', b'"x",'])
+def test_millions_of_tiny_values_are_refused_unparsed(start: Start, piece: bytes) -> None:
+    live = start()
+    error = refused(live.post("/tokenize", b'{"x":[' + piece * 1_000_000 + b"0]}", JSON), 413)
+    assert error["code"] == "request_too_complex"
+    assert live.post("/tokenize", b'{"prompt":"a","x":[' + piece * 100_000 + b"0]}", JSON).status == 200
+
+
 def test_b59_context_overflow_is_a_status_before_any_stream(start: Start) -> None:
     live = start(context=64)
     for streamed in (False, True):
