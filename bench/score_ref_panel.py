@@ -1,0 +1,225 @@
+#!/usr/bin/env python3
+"""Score a server against a reference panel: does it compute what stock exllamav3 computed? Standard library only.
+
+    python3 bench/score_ref_panel.py --url http://127.0.0.1:30000 --panel PANEL.json [--out score.json]
+
+The panel (made by make_ref_panel.py) holds prompts as token ids and, for every position, the 20 likeliest next tokens
+of stock exllamav3 with their log-probabilities. The server scores the same prompts teacher-forced. Reported: the share
+of positions whose likeliest token is the same, and the mean KL divergence (nats) over the reference's 20 tokens and the
+rest taken as one. This looks at the prefill path alone: it says nothing about decoding.
+
+Exit code 0: top-1 and KL are within --min-top1 and --max-kl; 1: not; 2: no verdict (the server failed or cannot score).
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import math
+import sys
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+TINY = 1e-12
+Top = dict[Any, float]
+
+
+class NoVerdict(Exception):
+    """The panel could not be scored; the text says why."""
+
+
+class Client:
+    """JSON over one server's HTTP."""
+
+    def __init__(self, url: str, api_key: str, timeout: float) -> None:
+        self.url, self.timeout = url, timeout
+        self.headers = {"Content-Type": "application/json"}
+        if api_key:
+            self.headers["Authorization"] = f"Bearer {api_key}"
+
+    def post(self, path: str, body: Any) -> tuple[int, Any]:
+        """(status, reply); a reply that is no JSON comes back as text. Raises NoVerdict if there is no reply."""
+        parts = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "127.0.0.1", parts.port, timeout=self.timeout)
+        try:
+            connection.request("POST", parts.path.rstrip("/") + path, json.dumps(body).encode(), self.headers)
+            reply = connection.getresponse()
+            data = reply.read()
+        except (OSError, http.client.HTTPException) as e:
+            raise NoVerdict(f"{self.url}: {e or type(e).__name__}") from None
+        finally:
+            connection.close()
+        try:
+            return reply.status, json.loads(data)
+        except ValueError:
+            return reply.status, data[:300].decode(errors="replace")
+
+
+def from_generate(client: Client, ids: list[int], count: int) -> list[Top] | None:
+    """SGLang's /generate: {token id: log-probability} for each position but the first; None without that route."""
+    body = {
+        "input_ids": ids,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": count,
+    }
+    status, reply = client.post("/generate", body)
+    if status in (404, 405):
+        return None
+    if status != 200:
+        raise NoVerdict(f"/generate answered {status}: {message(reply)}")
+    reply = reply[0] if isinstance(reply, list) else reply
+    tops = reply["meta_info"].get("input_top_logprobs") or []
+    if len(tops) != len(ids):
+        raise NoVerdict(f"/generate scored {len(tops)} of {len(ids)} prompt positions")
+    return [{entry[1]: entry[0] for entry in top or ()} for top in tops[1:]]
+
+
+def from_completions(client: Client, model: str, ids: list[int], count: int) -> list[Top]:
+    """OpenAI's /v1/completions with echo: the same, keyed by token text."""
+    body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": count}
+    status, reply = client.post("/v1/completions", body)
+    if status != 200:
+        raise NoVerdict(f"/v1/completions answered {status}: {message(reply)}")
+    tops = (reply["choices"][0].get("logprobs") or {}).get("top_logprobs") or []
+    if len(tops) < len(ids):
+        raise NoVerdict(f"/v1/completions scored {len(tops)} of {len(ids)} prompt positions: it does not echo scores")
+    return [top or {} for top in tops[1 : len(ids)]]
+
+
+def message(reply: Any) -> str:
+    if isinstance(reply, dict):
+        error = reply.get("error", reply)
+        return str(error.get("message", error) if isinstance(error, dict) else error)
+    return str(reply)
+
+
+def divergence(reference: Top, measured: Top) -> float:
+    """KL(reference || measured) over the reference's tokens and everything else as one outcome.
+
+    A reference token the server did not list gets its smallest listed probability, which can only understate the KL.
+    """
+    floor = min(measured.values())
+    p = {t: math.exp(v) for t, v in reference.items()}
+    q = {t: math.exp(measured.get(t, floor)) for t in reference}
+    rest_p, rest_q = max(0.0, 1 - sum(p.values())), max(TINY, 1 - sum(q.values()))
+    total = sum(p[t] * (reference[t] - math.log(max(TINY, q[t]))) for t in p)
+    return total + (rest_p * math.log(max(TINY, rest_p) / rest_q) if rest_p > TINY else 0.0)
+
+
+def best(top: Top) -> Any:
+    return max(top, key=lambda t: top[t])
+
+
+def score_prompt(prompt: dict[str, Any], measured: list[Top], texts: dict[str, str] | None) -> dict[str, Any]:
+    """Agreement and divergence at each position of one prompt; `texts` maps ids to texts if `measured` has texts."""
+    same, kls, pairs = 0, [], zip(prompt["top"], measured[prompt["start"] :], strict=False)
+    for reference, got in pairs:
+        wanted: Top = dict(reference) if texts is None else {texts[str(t)]: v for t, v in reference}
+        if not got:
+            raise NoVerdict(f"prompt {prompt['name']}: the server left a position without log-probabilities")
+        same += best(wanted) == best(got)
+        kls.append(divergence(wanted, got))
+    if len(kls) != len(prompt["top"]):
+        raise NoVerdict(f"prompt {prompt['name']}: {len(kls)} of {len(prompt['top'])} positions were scored")
+    return {
+        "name": prompt["name"],
+        "positions": len(kls),
+        "top1": same / len(kls),
+        "kl": sum(kls) / len(kls),
+        "kls": kls,
+    }
+
+
+def score(client: Client, model: str, panel: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every prompt of the panel, with progress on standard error."""
+    rows = []
+    for i, prompt in enumerate(panel["prompts"]):
+        started = time.monotonic()
+        measured, texts = from_generate(client, prompt["ids"], panel["top_k"]), None
+        if measured is None:
+            measured, texts = from_completions(client, model, prompt["ids"], panel["top_k"]), panel["texts"]
+        rows.append(score_prompt(prompt, measured, texts))
+        took = time.monotonic() - started
+        print(f"{i + 1}/{len(panel['prompts'])} {prompt['name']}: {took:.1f} s", file=sys.stderr, flush=True)
+    return rows
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    kls = sorted(k for r in rows for k in r["kls"])
+    count = len(kls)
+    return {
+        "positions": count,
+        "top1": sum(r["top1"] * r["positions"] for r in rows) / count,
+        "kl_mean": sum(kls) / count,
+        "kl_p50": kls[count // 2],
+        "kl_p99": kls[min(count - 1, int(0.99 * count))],
+        "kl_max": kls[-1],
+    }
+
+
+def table(rows: list[dict[str, Any]], total: dict[str, Any]) -> str:
+    lines = [f"{'prompt':<24} {'positions':>9} {'top-1':>8} {'mean KL':>11}"]
+    lines += [f"{r['name']:<24} {r['positions']:>9} {r['top1']:>8.4f} {r['kl']:>11.3e}" for r in rows]
+    lines.append(f"{'all':<24} {total['positions']:>9} {total['top1']:>8.4f} {total['kl_mean']:>11.3e}")
+    lines.append(f"KL p50 {total['kl_p50']:.3e}, p99 {total['kl_p99']:.3e}, largest {total['kl_max']:.3e}")
+    return "\n".join(lines)
+
+
+def load_panel(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as f:
+            panel = json.load(f)
+        if not panel["prompts"] or not panel["top_k"]:
+            raise KeyError("prompts")
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise NoVerdict(f"{path}: not a panel: {e}") from None
+    return dict(panel)
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--url", default="http://127.0.0.1:30000", help="server (default: %(default)s)")
+    parser.add_argument("--panel", required=True, help="panel made by make_ref_panel.py")
+    parser.add_argument("--out", help="write the score as JSON")
+    parser.add_argument("--model", default="glm-5.3-flash", help="model name to send (default: %(default)s)")
+    parser.add_argument("--min-top1", type=float, default=0.0, help="least agreement for exit code 0")
+    parser.add_argument("--max-kl", type=float, default=math.inf, help="largest mean KL for exit code 0")
+    parser.add_argument("--api-key", default="", help="sent as a bearer token")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds without a byte (default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    args = parse_args(argv)
+    try:
+        panel = load_panel(args.panel)
+        rows = score(Client(args.url, args.api_key, args.timeout), args.model, panel)
+    except NoVerdict as e:
+        print(f"score_ref_panel: {e}", file=sys.stderr)
+        return 2
+    total = summary(rows)
+    print(table(rows, total))
+    if args.out:
+        for row in rows:
+            del row["kls"]
+        record = {
+            "what": "teacher-forced score against a reference panel",
+            "panel": {k: panel.get(k) for k in ("what", "model", "versions", "machine")},
+            "command": "python3 bench/score_ref_panel.py " + " ".join(argv),
+            "settings": {"url": args.url, "top_k": panel["top_k"]},
+            "raw": rows,
+            "score": total,
+        }
+        with open(args.out, "w", encoding="utf-8") as f:
+            json.dump(record, f, indent=1)
+            f.write("\n")
+    return 0 if total["top1"] >= args.min_top1 and total["kl_mean"] <= args.max_kl else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,326 @@
+#!/usr/bin/env python3
+r"""Prefill and decode speed of a server, by prompt length and number of streams. Standard library only.
+
+    python3 bench/sweep.py --url http://127.0.0.1:30000 --card rtx-3090-24gb/glm-5.3-flash --template glm \
+        --config "0.1.0 fast" --prefill 8192 32768 --conc 1 2 4 --reps 3 --dec-reps 2 --no-early-exit --out sweep.json
+
+Prefill: a prompt of fresh random tokens, so that no prefix cache can help; tokens / time to the first token, the median
+of --reps. Decode: --conc greedy answers at once, each to its natural end (at most --max-tokens); all tokens / wall time
+from the first request to the last token, the median of --dec-reps. Without --no-early-exit a cell stops once two runs
+agree within 2 %. Works with SGLang-shaped servers (/generate) and OpenAI-shaped ones (/v1/completions with token ids).
+
+Exit code 0: every cell was measured; 2: the server failed. What was measured until then is written all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import itertools
+import json
+import platform
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+AGREEMENT = 0.02
+FALLBACK_VOCAB = 32000
+QUESTIONS = (
+    "Explain in a few paragraphs how a lighthouse lens works.",
+    "Describe the water cycle to a child, step by step.",
+    "Write a short story about a clockmaker and a storm.",
+    "List ten household tools and say what each is for.",
+    "Compare trains and ships for moving goods. Give reasons.",
+    "Write instructions for baking bread without a machine.",
+    "Summarise how a computer adds two numbers.",
+    "Describe a walk through an old harbour town in autumn.",
+)
+
+
+class Failure(Exception):
+    """The server could not be measured; the text says why."""
+
+
+@dataclass
+class PrefillRun:
+    """One prompt: tokens, seconds to the first token."""
+
+    tokens: int
+    first_token_s: float
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.first_token_s
+
+
+@dataclass
+class DecodeRun:
+    """`streams` answers at once: all their tokens, seconds from the first request to the last token."""
+
+    streams: int
+    tokens: int
+    wall_s: float
+    first_token_s: float
+    finished: int
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.wall_s
+
+
+class Client:
+    """Requests to one server; each call has its own connection, so calls may run in threads."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.url, self.timeout, self.model = args.url, args.timeout, args.model
+        self.headers = {"Content-Type": "application/json"}
+        if args.api_key:
+            self.headers["Authorization"] = f"Bearer {args.api_key}"
+
+    def open(
+        self, method: str, path: str, body: Any = None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        parts = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "127.0.0.1", parts.port, timeout=self.timeout)
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            connection.request(method, parts.path.rstrip("/") + path, data, self.headers)
+            return connection, connection.getresponse()
+        except (OSError, http.client.HTTPException) as e:
+            connection.close()
+            raise Failure(f"{self.url}: {e or type(e).__name__}") from None
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The JSON object at `path`, or {} where the server has none."""
+        connection, reply = self.open("GET", path)
+        try:
+            found = json.loads(reply.read()) if reply.status == 200 else {}
+        except (ValueError, OSError, http.client.HTTPException):
+            found = {}
+        finally:
+            connection.close()
+        return found if isinstance(found, dict) else {}
+
+    def events(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
+        """The JSON events of a stream. Raises Failure; a missing route gives Failure with "404" in it."""
+        connection, reply = self.open("POST", path, {**body, "stream": True})
+        try:
+            if reply.status != 200:
+                raise Failure(f"{path} answered {reply.status}: {reply.read(300).decode(errors='replace')}")
+            while line := reply.readline():
+                if not line.startswith(b"data: "):
+                    continue
+                if line[6:].strip() == b"[DONE]":
+                    return
+                event = json.loads(line[6:])
+                if event.get("error"):
+                    raise Failure(f"{path}: the stream ended with an error: {event['error']}")
+                yield event
+        except (OSError, ValueError, http.client.HTTPException) as e:
+            raise Failure(f"{path}: {e or type(e).__name__}") from None
+        finally:
+            connection.close()
+
+
+class Prefill:
+    """Times prompts of random tokens; finds out once which route takes token ids."""
+
+    def __init__(self, client: Client, vocab: int, seed: int) -> None:
+        self.client, self.vocab, self.rng = client, vocab, random.Random(seed)
+        self.path = "/generate" if client.get("/get_model_info") or client.get("/server_info") else "/v1/completions"
+
+    def run(self, tokens: int) -> PrefillRun:
+        ids = [self.rng.randrange(self.vocab) for _ in range(tokens)]
+        if self.path == "/generate":
+            body: dict[str, Any] = {
+                "input_ids": ids,
+                "sampling_params": {"max_new_tokens": 1, "ignore_eos": True, "temperature": 0},
+            }
+        else:
+            body = {"model": self.client.model, "prompt": ids, "max_tokens": 1, "ignore_eos": True, "temperature": 0}
+        started = time.perf_counter()
+        first = None
+        for _ in self.client.events(self.path, body):
+            first = first or time.perf_counter()
+        if first is None:
+            raise Failure(f"{self.path}: a prompt of {tokens} tokens got no answer")
+        return PrefillRun(tokens, first - started)
+
+
+def answer_body(client: Client, question: str, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """Route and request of one greedy answer: the server's chat template (glm), or the bare question (raw)."""
+    body: dict[str, Any] = {
+        "model": client.model,
+        "max_tokens": args.max_tokens,
+        "temperature": 0,
+        "stream_options": {"include_usage": True},
+    }
+    if args.template == "raw":
+        return "/v1/completions", {**body, "prompt": question}
+    return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": question}]}
+
+
+@dataclass
+class Answer:
+    """What one stream brought; times are perf_counter seconds."""
+
+    tokens: int = 0
+    first: float = 0.0
+    last: float = 0.0
+    finish: str = ""
+
+
+def take(client: Client, question: str, args: argparse.Namespace, out: Answer) -> None:
+    path, body = answer_body(client, question, args)
+    chunks = 0
+    for event in client.events(path, body):
+        now = time.perf_counter()
+        for choice in event.get("choices", ()):
+            delta = choice.get("delta") or {}
+            if choice.get("text") or any(delta.get(k) for k in ("content", "reasoning_content", "tool_calls")):
+                out.first, out.last, chunks = out.first or now, now, chunks + 1
+            out.finish = choice.get("finish_reason") or out.finish
+        if event.get("usage"):
+            out.tokens = event["usage"].get("completion_tokens", 0)
+    out.tokens = out.tokens or chunks
+    if not out.tokens or not out.first:
+        raise Failure(f"{path}: an answer had no tokens")
+
+
+def decode(client: Client, streams: int, questions: Iterator[str], args: argparse.Namespace) -> DecodeRun:
+    """`streams` answers at once. Raises the first stream's Failure."""
+    answers = [Answer() for _ in range(streams)]
+    failures: list[Failure] = []
+
+    def work(out: Answer, question: str) -> None:
+        try:
+            take(client, question, args, out)
+        except Failure as e:
+            failures.append(e)
+
+    threads = [threading.Thread(target=work, args=(a, next(questions))) for a in answers]
+    started = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    wall = max(a.last for a in answers) - started
+    finished = sum(a.finish != "length" for a in answers)
+    return DecodeRun(streams, sum(a.tokens for a in answers), wall, min(a.first for a in answers) - started, finished)
+
+
+def agree(rates: list[float]) -> bool:
+    return len(rates) > 1 and max(rates[-2:]) / min(rates[-2:]) - 1 <= AGREEMENT
+
+
+def say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def prefill_cell(prefill: Prefill, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
+    runs: list[PrefillRun] = []
+    for i in range(args.reps):
+        runs.append(prefill.run(tokens))
+        say(f"prefill {tokens}: {runs[-1].first_token_s:.3f} s, {runs[-1].rate:.1f} tok/s ({i + 1}/{args.reps})")
+        if not args.no_early_exit and agree([r.rate for r in runs]):
+            break
+    return {"tokens": tokens, "tok_s": statistics.median(r.rate for r in runs), "runs": [asdict(r) for r in runs]}
+
+
+def decode_cell(client: Client, streams: int, questions: Iterator[str], args: argparse.Namespace) -> dict[str, Any]:
+    runs: list[DecodeRun] = []
+    for i in range(args.dec_reps):
+        runs.append(decode(client, streams, questions, args))
+        speed = f"{runs[-1].tokens} tokens, {runs[-1].wall_s:.2f} s, {runs[-1].rate:.2f} tok/s"
+        say(f"decode x{streams}: {speed} ({i + 1}/{args.dec_reps})")
+        if not args.no_early_exit and agree([r.rate for r in runs]):
+            break
+    return {"streams": streams, "tok_s": statistics.median(r.rate for r in runs), "runs": [asdict(r) for r in runs]}
+
+
+def sweep(args: argparse.Namespace, record: dict[str, Any]) -> None:
+    """Fill `record["raw"]` cell by cell. Raises Failure; what was measured before stays."""
+    client = Client(args)
+    info = client.get("/server_info")
+    record["server"] = {k: info[k] for k in ("model_path", "version", "mode", "device", "vocab_size") if k in info}
+    vocab = args.vocab or int(info.get("vocab_size") or FALLBACK_VOCAB)
+    prefill = Prefill(client, vocab - vocab // 10, args.seed)  # the last ids are special tokens and padding
+    say("warm-up")
+    prefill.run(64)
+    for tokens in args.prefill:
+        record["raw"]["prefill"].append(prefill_cell(prefill, tokens, args))
+    questions = itertools.cycle(QUESTIONS)
+    for streams in args.conc:
+        record["raw"]["decode"].append(decode_cell(client, streams, questions, args))
+
+
+def table(record: dict[str, Any]) -> str:
+    lines = [f"{record['settings']['card']}  {record['settings']['config']}".strip()]
+    for cell in record["raw"]["prefill"]:
+        spread = ", ".join(f"{r['first_token_s']:.2f} s" for r in cell["runs"])
+        lines.append(f"prefill {cell['tokens']:>7} tokens  {cell['tok_s']:>9.1f} tok/s   ({spread})")
+    for cell in record["raw"]["decode"]:
+        spread = ", ".join(f"{r['tokens']} tokens in {r['wall_s']:.2f} s" for r in cell["runs"])
+        lines.append(f"decode  {cell['streams']:>7} streams {cell['tok_s']:>9.2f} tok/s   ({spread})")
+    return "\n".join(lines)
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--url", default="http://127.0.0.1:30000", help="server (default: %(default)s)")
+    parser.add_argument("--card", default="", help="machine and model, for the record")
+    parser.add_argument("--config", default="", help="version and mode, for the record")
+    parser.add_argument("--template", choices=("glm", "raw"), default="glm", help="decode through chat, or bare text")
+    parser.add_argument("--prefill", type=int, nargs="*", default=[8192], help="prompt lengths in tokens")
+    parser.add_argument("--conc", type=int, nargs="*", default=[1], help="numbers of streams at once")
+    parser.add_argument("--reps", type=int, default=3, help="prompts a length (default: %(default)s)")
+    parser.add_argument("--dec-reps", type=int, default=2, help="rounds a number of streams (default: %(default)s)")
+    parser.add_argument("--no-early-exit", action="store_true", help="do all repetitions even if two agree")
+    parser.add_argument("--max-tokens", type=int, default=2048, help="cap on an answer (default: %(default)s)")
+    parser.add_argument(
+        "--vocab", type=int, default=0, help="draw random tokens below this id (default: ask the server)"
+    )
+    parser.add_argument("--seed", type=int, default=None, help="seed of the random prompts (default: none)")
+    parser.add_argument("--model", default="glm-5.3-flash", help="model name to send (default: %(default)s)")
+    parser.add_argument("--api-key", default="", help="sent as a bearer token")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds without a byte (default: %(default)s)")
+    parser.add_argument("--out", help="write the figures as JSON")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    args = parse_args(argv)
+    settings = {k: v for k, v in vars(args).items() if k not in ("api_key", "out")}
+    record: dict[str, Any] = {
+        "what": "prefill and decode speed over HTTP",
+        "machine": args.card or platform.node(),
+        "versions": {"python": platform.python_version()},
+        "command": "python3 bench/sweep.py " + " ".join(argv),
+        "settings": settings,
+        "raw": {"prefill": [], "decode": []},
+    }
+    code = 0
+    try:
+        sweep(args, record)
+    except Failure as e:
+        print(f"sweep: {e}", file=sys.stderr)
+        record["failure"], code = str(e), 2
+    print(table(record))
+    if args.out:
+        with open(args.out, "w", encoding="utf-8") as f:
+            json.dump(record, f, indent=1)
+            f.write("\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,254 @@
+"""bench/score_ref_panel.py and bench/sweep.py as a user runs them: a bare interpreter against a running server."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_process import BENCH, free_port
+
+import glm53
+
+TINY = Path(glm53.__file__).parent / "models" / "tiny"
+GOLDEN = Path(__file__).parents[1] / "data" / "tiny-exllamav3-1.5.1.npz"
+
+
+def bare(script: str, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """Run a client with no site packages, no environment and no path of its own."""
+    command = [sys.executable, "-S", "-I", str(BENCH / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.fixture(scope="module")
+def panel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A panel of the bundled random checkpoint from logits that stock exllamav3 computed on a GPU."""
+    folder = tmp_path_factory.mktemp("panel")
+    golden = np.load(GOLDEN)
+    ids = [golden["text_ids"], golden["rand200_ids"]]
+    lengths = np.array([len(i) for i in ids])
+    np.savez(folder / "ids.npz", ids=np.concatenate(ids), lengths=lengths)
+    logits = np.concatenate([golden["text_logits"], golden["rand200_logits"]])
+    np.savez(folder / "logits.npz", logits=logits, documents=np.array(2))
+    out = folder / "panel.json"
+    command = [sys.executable, str(BENCH / "make_ref_panel.py"), "--model", str(TINY), "--out", str(out)]
+    command += ["--ids", str(folder / "ids.npz"), "--logits", str(folder / "logits.npz"), "--fewest", "200"]
+    subprocess.run(command, check=True, capture_output=True)
+    return out
+
+
+class FakeServer(http.server.BaseHTTPRequestHandler):
+    """Scores from a table, in the shape of one of two kinds of server, and streams four tokens for anything else."""
+
+    kind = "sglang"
+    tops: dict[tuple[int, ...], list[list[tuple[int, float]]]]
+    texts: dict[str, str]
+    requests: list[tuple[str, dict[str, Any]]]
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if self.kind == "sglang" and self.path == "/server_info":
+            self.reply({"vocab_size": 1000, "version": "9", "mode": "exact"})
+        else:
+            self.reply({}, 404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.requests.append((self.path, body))
+        if self.path == "/generate" and self.kind != "sglang":
+            self.reply({"error": {"message": "no such route"}}, 404)
+        elif body.get("stream"):
+            self.stream(body)
+        elif self.path == "/generate":
+            tops = self.tops[tuple(body["input_ids"])]
+            listed = [None, *[[[lp, i, None] for i, lp in top] for top in tops]]
+            self.reply({"text": "x", "meta_info": {"input_top_logprobs": listed}})
+        else:
+            tops = self.tops[tuple(body["prompt"])]
+            listed = [None, *[{self.texts[str(i)]: lp for i, lp in top} for top in tops], {"x": -1.0}]
+            self.reply({"choices": [{"text": "x", "logprobs": {"top_logprobs": listed}}]})
+
+    def reply(self, body: Any, status: int = 200) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def stream(self, body: dict[str, Any]) -> None:
+        self.send_response(200)
+        self.end_headers()
+        if "chat" in self.path:
+            events: list[Any] = [{"choices": [{"delta": {"content": "word "}}]} for _ in range(4)]
+            events.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+            events.append({"choices": [], "usage": {"completion_tokens": 7}})
+        else:
+            events = [{"text": "w", "choices": [{"text": "w"}], "meta_info": {}}]
+        for event in events:
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+
+Fake = Callable[..., str]
+
+
+@pytest.fixture
+def fake(panel: Path) -> Iterator[Fake]:
+    """`fake(kind, change)` -> URL of a server whose scores are the panel's, altered by `change(top)`."""
+    servers = []
+
+    def make(kind: str = "sglang", change: Callable[[Any], Any] = lambda top: top) -> str:
+        content = json.loads(panel.read_text())
+        tops = {tuple(p["ids"]): [change([tuple(e) for e in top]) for top in p["top"]] for p in content["prompts"]}
+        members = {"kind": kind, "tops": tops, "texts": content["texts"], "requests": []}
+        handler = type("Handler", (FakeServer,), members)
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield make
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_panel_holds_what_stock_predicted(panel: Path) -> None:
+    content, golden = json.loads(panel.read_text()), np.load(GOLDEN)
+    first = content["prompts"][0]
+    assert first["ids"] == golden["text_ids"].tolist()
+    assert len(first["top"]) == len(first["ids"]) - 1
+    row = golden["text_logits"][3, :2084].astype(np.float64)
+    expected = row - np.log(np.exp(row - row.max()).sum()) - row.max()
+    assert [i for i, _ in first["top"][3]] == np.argsort(-expected, kind="stable")[:20].tolist()
+    assert first["top"][3][0][1] == pytest.approx(expected.max(), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["sglang", "openai"])
+def test_the_same_scores_give_one_and_zero(kind: str, fake: Fake, panel: Path, tmp_path: Path) -> None:
+    out = tmp_path / "score.json"
+    limits = ("--min-top1", "1", "--max-kl", "1e-6")
+    done = bare("score_ref_panel.py", "--url", fake(kind), "--panel", str(panel), "--out", str(out), *limits)
+    assert done.returncode == 0, done.stderr
+    score = json.loads(out.read_text())["score"]
+    assert score["positions"] == 36 + 199
+    if kind == "sglang":  # texts of half characters fall together, so text keys can only come close
+        assert score["top1"] == 1.0
+        assert abs(score["kl_mean"]) < 1e-9
+    assert "1.0000" in done.stdout
+
+
+def test_a_wrong_server_is_found_out(fake: Fake, panel: Path, tmp_path: Path) -> None:
+    def swapped(top: list[tuple[int, float]]) -> list[tuple[int, float]]:
+        return [(top[0][0], top[1][1]), (top[1][0], top[0][1]), *top[2:]]
+
+    out = tmp_path / "score.json"
+    url = fake("sglang", swapped)
+    done = bare("score_ref_panel.py", "--url", url, "--panel", str(panel), "--out", str(out), "--min-top1", "0.999")
+    assert done.returncode == 1
+    score = json.loads(out.read_text())["score"]
+    assert score["top1"] == 0.0
+    assert score["kl_mean"] > 1e-3
+
+
+@pytest.mark.parametrize("fault", ["nobody there", "no panel", "no scores"])
+def test_no_verdict_is_exit_code_2_with_one_line(fault: str, fake: Fake, panel: Path, tmp_path: Path) -> None:
+    url, path = fake("sglang", lambda top: []), panel
+    if fault == "nobody there":
+        url = f"http://127.0.0.1:{free_port()}"
+    if fault == "no panel":
+        path = tmp_path / "none.json"
+    done = bare("score_ref_panel.py", "--url", url, "--panel", str(path))
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("score_ref_panel: ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["sglang", "openai"])
+def test_sweep_measures_every_cell(kind: str, fake: Fake, tmp_path: Path) -> None:
+    out = tmp_path / "sweep.json"
+    arguments = [
+        "--card",
+        "box",
+        "--template",
+        "glm",
+        "--config",
+        "0 exact",
+        "--prefill",
+        "100",
+        "300",
+        "--conc",
+        "1",
+        "2",
+    ]
+    arguments += ["--reps", "3", "--dec-reps", "2", "--no-early-exit", "--vocab", "1000"]
+    done = bare("sweep.py", "--url", fake(kind), *arguments, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    record = json.loads(out.read_text())
+    assert [(c["tokens"], len(c["runs"])) for c in record["raw"]["prefill"]] == [(100, 3), (300, 3)]
+    assert [(c["streams"], [r["tokens"] for r in c["runs"]]) for c in record["raw"]["decode"]] == [
+        (1, [7, 7]),
+        (2, [14, 14]),
+    ]
+    cell = record["raw"]["prefill"][1]
+    assert cell["tok_s"] == pytest.approx(sorted(300 / r["first_token_s"] for r in cell["runs"])[1])
+    assert "prefill     300 tokens" in done.stdout
+    assert "decode x2" in done.stderr
+
+
+def test_sweep_against_the_scripted_server(start: Any, tmp_path: Path) -> None:
+    live = start([{"pieces": ["</think>", *["word "] * 40], "end": "user", "rate": 200}])
+    out = tmp_path / "sweep.json"
+    arguments = ["--prefill", "500", "--conc", "1", "3", "--reps", "2", "--dec-reps", "1", "--no-early-exit"]
+    done = bare("sweep.py", "--url", live.url, *arguments, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    record = json.loads(out.read_text())
+    assert record["server"]["vocab_size"] == live.engine.info.vocab_size
+    one, three = record["raw"]["decode"]
+    assert three["runs"][0]["tokens"] == 3 * one["runs"][0]["tokens"]
+    assert three["runs"][0]["finished"] == 3
+    assert 100 < one["tok_s"] < 220  # the script speaks at 200 tokens a second
+
+
+def test_sweep_keeps_what_it_measured_before_a_failure(fake: Fake, tmp_path: Path) -> None:
+    out = tmp_path / "sweep.json"
+    url = f"http://127.0.0.1:{free_port()}"
+    done = bare("sweep.py", "--url", url, "--prefill", "10", "--out", str(out))
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert json.loads(out.read_text())["failure"]
+
+
+def test_panel_score_of_the_cpu_engine(panel: Path, tmp_path: Path) -> None:
+    """The whole way: stock's logits from a GPU against our own engine on this CPU, over HTTP."""
+    port, out = free_port(), tmp_path / "score.json"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GLM53_")}
+    command = [sys.executable, "-m", "glm53", "serve", "--model-dir", str(TINY), "--device", "cpu", "--port", str(port)]
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    try:
+        wait = f"http://127.0.0.1:{port}"
+        for _ in range(240):
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            done = bare("score_ref_panel.py", "--url", wait, "--panel", str(panel), "--out", str(out))
+            if done.returncode != 2:
+                break
+            threading.Event().wait(0.5)
+    finally:
+        process.terminate()
+        process.wait(30)
+    assert done.returncode == 0, done.stderr + (tmp_path / "log").read_text()
+    score = json.loads(out.read_text())["score"]
+    assert score["positions"] == 36 + 199
+    assert score["top1"] > 0.9  # a random model: routing and indexer flips move single positions
+    assert score["kl_p50"] < 5e-3
