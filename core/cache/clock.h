@@ -8,9 +8,9 @@
 //          candidate's heat by more than `margin`, so that routing without locality causes no churn. All layers' heat
 //          has one unit (picks per row, aged per row of its layer), so experts of different layers compete fairly.
 // Not victims  slots of the current picks, pinned, lent or loading ones, those outside the window.
-// Bad at   a scan resistant to bursts shorter than 1 / margin; a lone cold slot in a large pool is found only when the
-// hand
-//          comes by (slots / window steps).
+// Bad at   an expert whose picks come in bursts that `margin` outlasts; a lone cold slot of a large pool, which is
+// found
+//          only when the hand comes by (slots / window steps).
 // Costs    one warp: dedup n^2 / 32 compares, one slot and one heat load a lane, two reductions an admission; every
 //          age_rows rows experts / 32 heat updates a lane.
 #pragma once
@@ -167,7 +167,7 @@ GLM53_HD void clock_scan(const ClockView& v, const ClockConfig& c, ClockScratch&
         const std::uint32_t word = v.slot_word[slot];
         s.victim_slot[w] = slot;
         s.victim_key[w] = kNoKey;
-        if ((word & (kBusyFlag | kLentFlag)) || slot_pins(word) || slot_owner(word) < 0) continue;
+        if ((word & kBusyFlag) || slot_pins(word) || slot_owner(word) < 0) continue;  // no owner: empty or lent
         if (slot_ref(word)) {
             v.slot_word[slot] = word - kRefOne;
         } else {

@@ -187,7 +187,7 @@ TEST_CASE("lending waits for loads in its segment and refuses pinned slots, chan
     CHECK(rig.cache->unpin(0, 0));
     CHECK_FALSE(rig.cache->unpin(0, 0));
     CHECK_FALSE(rig.cache->pin(0, 7));
-    rig.cache->lend(0, true, dropped);
+    CHECK(rig.cache->lend(0, false, dropped) != nullptr);  // the borrower may write at once
     CHECK(dropped == std::vector<std::int32_t>{0});
     CHECK(rig.cache->stats().loading == 0);
     CHECK(rig.device->pending(kCopy) == 0);
