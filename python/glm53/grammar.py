@@ -5,7 +5,8 @@ after the reasoning. Special tokens are allowed only where a grammar names them,
 the grammar may end.
 
 Threads: `Grammars` is shared and only read after construction; each constraint belongs to one stream and is advanced by
-the engine's thread. Cost: compiling is milliseconds (longer for large schemas), a mask well under one.
+the engine's thread. Cost with 155,000 tokens: a second for `Grammars`, milliseconds to compile, a
+mask mostly under 0.1 ms and up to 10 ms where free text begins.
 """
 
 from __future__ import annotations

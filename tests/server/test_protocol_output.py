@@ -9,6 +9,7 @@ import pytest
 from protocol_helpers import TOOLS1, TOOLS1_RAW, ends, events_of, parser, run, splits, token
 
 from glm53.chat import parse_tools
+from glm53.engine.protocol import Finish
 from glm53.server.protocol.events import ContentText, ReasoningText, ToolCallArgs, ToolCallEnd, ToolCallStart, collect
 
 
@@ -371,3 +372,52 @@ def test_tokens_behind_a_stop_do_not_count() -> None:
     p = parser(tools=TOOLS1, single_call=True)
     p.feed([token(t) for t in ("</think>", "<tool_call>", "list_mailboxes", "</tool_call>", "<tool_call>", "x")])
     assert p.tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("<arg_key>path<arg_value>a</arg_value></tool_call>", {"path": "a"}),
+        ("<arg_key>path</arg_key>a</arg_value></tool_call>", {"path": "a"}),
+        ("<arg_key>path</arg_key>\n a</arg_value></tool_call>", {"path": "\n a"}),
+        ("<arg_key>path</arg_key></tool_call>", {}),
+        ("<arg_key>path</arg_key><arg_key>mode</arg_key><arg_value>1</arg_value></tool_call>", {"mode": 1}),
+        ("<arg_key>path</tool_call>", {}),
+        ("<arg_key> path\n</arg_key><arg_value>a</arg_value></tool_call>", {"path": "a"}),
+        (
+            "<arg_key>path</arg_key><arg_value>a</arg_value><arg_key>path</arg_key><arg_value>b</arg_value>",
+            {"path": "b"},
+        ),
+    ],
+)
+def test_calls_with_tags_left_out(body: str, expected: Any) -> None:
+    answer = run("</think><tool_call>write_file" + body, "obs", tools=TOOLS1)
+    assert [arguments(answer)] == [expected]
+    assert answer.content == ""
+
+
+def test_talk_at_the_end_of_the_reasoning_is_kept() -> None:
+    answer = run("I could <tool_call>other", tools=TOOLS1)
+    assert answer.message() == {"role": "assistant", "content": "I could <tool_call>other"}
+
+
+def test_blank_answers() -> None:
+    assert run("</think> \n").content == " \n"
+    assert run(" \n", "length").reasoning == " \n"
+    assert run("\n<think>again</think>x").message()["reasoning_content"] == "again"
+
+
+def test_finish_happens_once() -> None:
+    p = parser()
+    p.feed([token("a")])
+    assert p.finish(ends()["user"])
+    assert p.finish(ends()["user"]) == []
+    assert p.feed([token("b")]) == []
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "error"])
+def test_other_ends_are_passed_on(reason: Any) -> None:
+    p = parser(tools=TOOLS1)
+    p.feed([token("</think><tool_call>list_mailboxes")])
+    [done] = p.finish(Finish(reason, error="it broke"))
+    assert (done.reason, done.error) == (reason, "it broke")
