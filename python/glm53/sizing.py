@@ -127,7 +127,7 @@ def cpu_expert_ms(threads: int, dram_gb_s: float, constants: Constants = REFEREN
 
 
 def expert_slots(free_bytes: int, reserve_bytes: int, slot_bytes: int, experts: int) -> int:
-    """Cache slots in `free_bytes` of VRAM after load; never more than there are experts. The GPU engine calls this too."""
+    """Cache slots in `free_bytes` of VRAM after load; at most one an expert. The GPU engine calls this too."""
     return max(0, min((free_bytes - reserve_bytes) // slot_bytes, experts))
 
 
