@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Phase = Literal["loading", "ready", "draining", "stopped", "failed"]
-INLINE_BYTES = 8192  # prompts up to this size are parsed and encoded on the event loop (about 3 ms at most)
+INLINE_BYTES = 4096  # prompts up to this size are parsed and encoded on the event loop (about 1 ms)
+WORKERS = 8  # threads that prepare requests and replies; tokenising and compiling grammars let go of the GIL
 STOPPING = "the server is shutting down"
 
 
@@ -54,7 +55,7 @@ class ServerState:
         self.live: dict[str, Job] = {}
         self.idle = asyncio.Event()  # set while `live` is empty
         self.idle.set()
-        self._workers = ThreadPoolExecutor(2, thread_name_prefix="prompt")
+        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="prepare")
 
     def engine_or_503(self) -> Engine:
         """The loaded engine. Raises Unavailable in every phase but "ready"."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 import threading
 import time
 import zlib
@@ -140,6 +141,29 @@ def test_compressed_bodies(start: Start, caplog: pytest.LogCaptureFixture, encod
         # 408: aiohttp loses sight of a deflate body that is cut short and arrives after its headers
         assert live.post(CHAT, broken, {**JSON, "Content-Encoding": encoding}).status in (400, 408)
     assert "Traceback" not in caplog.text
+
+
+def test_zstd_bodies(start: Start) -> None:
+    zstd = pytest.importorskip("backports.zstd" if sys.version_info < (3, 14) else "compression.zstd")
+    data = zstd.compress(json.dumps({"messages": user("x")}).encode())
+    live = start()
+    assert live.post(CHAT, data, {**JSON, "Content-Encoding": "zstd"}).status == 200
+    refused(live.post(CHAT, b"not compressed", {**JSON, "Content-Encoding": "zstd"}))
+
+
+def test_b59_five_megabytes_that_fit_are_answered(start: Start) -> None:
+    live = start(context=10**7)
+    reply = live.chat(messages=user("word " * 1_000_000))
+    assert reply.status == 200
+    assert reply.json["usage"]["prompt_tokens"] > 1_000_000
+
+
+def test_the_checkpoints_own_template(start: Start) -> None:
+    live = start(chat_template="checkpoint")
+    assert live.chat().status == 200
+    tokens = live.post("/tokenize", {"messages": user("<|user|> hi")}).json["tokens"]
+    text = live.post("/detokenize", {"tokens": tokens}).json["text"]
+    assert "<|user|> hi" in text
 
 
 def test_a_corrupt_gzip_body_is_told_in_json(start: Start) -> None:
