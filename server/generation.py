@@ -141,7 +141,9 @@ async def stream(job: Job, choices: Sequence[Choice], form: StreamFormat) -> web
         except ClientConnectionResetError:
             raise
         except Exception as error:
-            last = form.error(reply_for(job.explain(error)) or unforeseen(job.id))
+            reply = reply_for(job.explain(error)) or unforeseen(job.id)
+            job.failed_in_stream(reply.code or str(reply.status))
+            last = form.error(reply)
         await sse.write(last + form.done)
     return sse.response
 

@@ -74,6 +74,11 @@ class Job:
         message = f"the request took longer than the limit of {limit:g} s (setting request_timeout_s)"
         return HttpError(504, message, code="request_timeout", headers={"x-should-retry": "false"})
 
+    def failed_in_stream(self, code: str) -> None:
+        """For the log and the metrics: the status was 200, and still it went wrong."""
+        self.request[NOTE] = f" (in the stream: {code})"
+        self.state.metrics.stream_failed(code)
+
     def close(self) -> None:
         """Cancel what still runs and count what was generated."""
         for stream in self.streams:

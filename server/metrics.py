@@ -67,6 +67,7 @@ class Metrics:
         self._prompt = Counter("prompt_tokens", "Prompt tokens of admitted streams", **own)
         self._cached = Counter("cached_tokens", "Prompt tokens taken from the prefix cache", **own)
         self._completion = Counter("completion_tokens", "Tokens generated", **own)
+        self._failed = Counter("stream_errors", "Streams that ended with an error event", ["code"], **own)
         self._seconds = Histogram("request_seconds", "Time of a request", ["route"], buckets=SECONDS, **own)
         self._first = Histogram("first_token_seconds", "Submit to first token", buckets=SECONDS, **own)
         self._token = Histogram("token_seconds", "Mean time per token of a stream", buckets=TOKEN_SECONDS, **own)
@@ -77,6 +78,10 @@ class Metrics:
         """Count one HTTP request."""
         self._requests.labels(route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
+
+    def stream_failed(self, code: str) -> None:
+        """Count one stream that ended with an error event."""
+        self._failed.labels(code).inc()
 
     def stream_ended(self, usage: StreamUsage) -> None:
         """Count one generated stream."""

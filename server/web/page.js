@@ -81,7 +81,7 @@ function showSpeed(stats, now) {
     total += rate;
     const row = element("li");
     const speed = r.phase === "decode" ? `${rate.toFixed(1)} tokens/s` : r.phase;
-    row.append(element("span", `${r.route}, ${count(r.completion_tokens)} tokens`), element("span", speed));
+    row.append(element("span", `${r.route.replace("/v1/", "")}, ${count(r.completion_tokens)}`), element("span", speed));
     return row;
   });
   before = { now, tokens };

@@ -234,6 +234,7 @@ def test_an_engine_error_is_an_event_in_a_stream_and_a_status_without(start: Sta
     assert out.choice()["finish_reason"] is None
     reply = live.chat()
     assert (reply.status, reply.error["code"]) == (500, "engine_error")
+    assert 'glm53_stream_errors_total{code="engine_error"} 1.0' in live.get("/metrics").data.decode()
 
 
 def test_the_connection_is_reusable_after_a_stream(start: Start) -> None:
