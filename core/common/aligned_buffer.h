@@ -27,7 +27,6 @@ class AlignedBuffer {
         capacity_ = count;
     }
     T* data() const { return data_.get(); }
-    size_t capacity_bytes() const { return capacity_ * sizeof(T); }
 
   private:
     struct Free {

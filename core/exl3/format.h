@@ -13,7 +13,6 @@
 #include <cstdint>
 #include <span>
 #include <string_view>
-#include <vector>
 
 namespace glm53::exl3 {
 
@@ -41,8 +40,6 @@ class Rate {
     static Rate from_words(int64_t words);
 
     bool whole() const { return doubled_ % 2 == 0; }
-    int floor() const { return doubled_ / 2; }
-    double bits() const { return doubled_ / 2.0; }
     int tile_words() const { return doubled_ * 8; }  // uint16 words
     int tile_bytes() const { return doubled_ * 16; }
     int ring_bits() const { return doubled_ * 128; }
