@@ -58,8 +58,10 @@ class CpuEngine:
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
         progress: Progress = lambda stage, fraction: None,
         trace: Path | None = None,
+        isa: str = "auto",
     ) -> CpuEngine:
         """Read a checkpoint and start. `threads` 0 = one per usable CPU; `context` 0 = what the model was trained for.
+        `isa` names the expert kernels (scalar, avx2, avx512; auto = the best here).
 
         `trace`: an npz that `close` writes, with every routed pick. Raises CheckpointError, ResourceError, EngineError.
         """
@@ -68,7 +70,7 @@ class CpuEngine:
             tokenizer = Tokenizer(model_dir)
             torch.set_num_threads(threads)
             with torch.inference_mode():
-                model = CpuModel(checkpoint, threads, progress, trace)
+                model = CpuModel(checkpoint, threads, progress, trace, isa)
             limit = checkpoint.config.max_position_embeddings
         info = EngineInfo(
             name=model_dir.resolve().name,

@@ -42,14 +42,16 @@ def ram_needed(checkpoint: Checkpoint) -> int:
 class CpuModel:
     """Prefill and decode over StreamStates. One thread at a time."""
 
-    def __init__(self, checkpoint: Checkpoint, threads: int, progress: Progress, trace: Path | None = None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, threads: int, progress: Progress, trace: Path | None = None, isa: str = "auto"
+    ) -> None:
         self.config: ModelConfig = checkpoint.config
         self.threads = threads
         require_ram(ram_needed(checkpoint), f"loading {checkpoint.path}")
         self._store = ExpertStore(checkpoint, progress)
         model = glm5_next.build(checkpoint, progress)
         checkpoint.verify_unchanged()
-        self._moe = _core.CpuMoe(threads)
+        self._moe = _core.CpuMoe(threads, isa=isa)
         self._text, self._head = model.model.language_model, model.lm_head.weight
         self._experts = []
         for i, table in self._store.tables.items():
