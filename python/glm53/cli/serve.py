@@ -132,7 +132,7 @@ def engine_loader(settings: Settings, device: str) -> LoadEngine:
     except ImportError as e:
         raise DeviceError(f"the GPU engine is not installed ({e}); pip install 'glm53[cuda]'") from None
     if settings.mode == "fast":
-        say("glm53: warning: the GPU engine has no CPU tier yet: fast decodes like exact; --ct-* settings have no effect")
+        say("glm53: warning: the GPU engine has no CPU tier yet: fast decodes like exact, --ct-* have no effect")
     return lambda progress: ExllamaEngine.load(settings, progress)
 
 
