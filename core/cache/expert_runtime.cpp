@@ -11,6 +11,7 @@ namespace glm53 {
 namespace {
 
 constexpr int kStaged = 0, kRestored = 1, kRegions = 2;
+constexpr int kPieceExperts = 2;  // copied in one piece: small enough that others' copies get their turn in between
 constexpr std::size_t kPartAlign = 256;
 
 std::vector<const void*> part_homes(const ExpertRuntimeConfig& config, const std::vector<LayerTables>& layers) {
@@ -154,6 +155,12 @@ std::int64_t* ExpertRuntime::mirror(int region, int layer, int part) const {
 }
 
 void ExpertRuntime::write_tables(int region, int layer, StreamHandle compute) {
+    if (on_device()) {
+        const auto* pinned = static_cast<const std::int64_t*>(mirrors_->device_address());
+        const auto* host = reinterpret_cast<const std::int64_t*>(mirrors_->data());
+        launch_write_tables(memory_->view, layer, pinned + (mirror(region, layer, 0) - host), compute);
+        return;
+    }
     for (int p = 0; p < kExpertParts; ++p) {
         device_->copy_async(layers_[layer].part[p], mirror(region, layer, p),
                             sizeof(std::int64_t) * static_cast<std::size_t>(config_.clock.experts), compute);
@@ -256,7 +263,7 @@ void ExpertRuntime::queue_layer(int layer) {
         int count = 1;
         std::uint64_t base = resident_or_home(layer, e);
         if (cache_->slot_of(layer, e) < 0 && room > 0) {
-            while (e + count < experts && static_cast<std::size_t>(count) < room &&
+            while (e + count < experts && count < kPieceExperts && static_cast<std::size_t>(count) < room &&
                    cache_->slot_of(layer, e + count) < 0) {
                 ++count;
             }
@@ -280,14 +287,12 @@ void ExpertRuntime::enter_layer(int layer, const std::int64_t* picks, int n, int
                                std::to_string(entered_));
     }
     check_layer(layer);
-    if (layer > 0) {
-        staging_->release(layer - 1, compute_);
-        if (layer + 1 < config_.clock.layers) queue_layer(layer + 1);
-    }
+    if (layer > 0) staging_->release(layer - 1, compute_);
     staging_->acquire(layer, compute_);
     entered_ = layer;
     write_tables(kStaged, layer, compute_);
     prompt(layer, picks, n, rows, compute_);
+    if (layer > 0 && layer + 1 < config_.clock.layers) queue_layer(layer + 1);
 }
 
 void ExpertRuntime::finish_prompt() {

@@ -12,5 +12,9 @@ void launch_prompt_step(const ExpertStepView&, int, const std::int64_t*, int, in
     throw DeviceFailure("this build has no CUDA kernels");
 }
 
+void launch_write_tables(const ExpertStepView&, int, const std::int64_t*, StreamHandle) {
+    throw DeviceFailure("this build has no CUDA kernels");
+}
+
 }  // namespace glm53
 #endif

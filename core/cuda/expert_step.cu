@@ -110,6 +110,14 @@ __global__ void __launch_bounds__(kPromptThreads)
     }
 }
 
+__global__ void __launch_bounds__(kPromptThreads)
+    write_tables_kernel(ExpertStepView v, int layer, const std::int64_t* image) {
+    const int experts = v.sizes.experts;
+    for (int i = threadIdx.x; i < kExpertParts * experts; i += blockDim.x) {
+        v.layers[layer].part[i / experts][i % experts] = __ldcv(reinterpret_cast<const long long*>(image) + i);
+    }
+}
+
 void check_launch(const char* kernel) {
     const cudaError_t status = cudaGetLastError();
     if (status == cudaSuccess) return;
@@ -133,6 +141,11 @@ void launch_prompt_step(const ExpertStepView& view, int layer, const std::int64_
                         StreamHandle stream) {
     prompt_kernel<<<1, kPromptThreads, 0, static_cast<cudaStream_t>(stream)>>>(view, layer, picks, n, rows, point);
     check_launch("prompt_kernel");
+}
+
+void launch_write_tables(const ExpertStepView& view, int layer, const std::int64_t* image, StreamHandle stream) {
+    write_tables_kernel<<<1, kPromptThreads, 0, static_cast<cudaStream_t>(stream)>>>(view, layer, image);
+    check_launch("write_tables_kernel");
 }
 
 }  // namespace glm53

@@ -54,4 +54,8 @@ void launch_decode_step(const ExpertStepView& view, int layer, const std::int64_
 void launch_prompt_step(const ExpertStepView& view, int layer, const std::int64_t* picks, int n, int rows, bool point,
                         StreamHandle stream);
 
+// Copies a layer's entries from `image`, (parts, experts) addresses in pinned host memory, into its tables. By a
+// kernel, not by the copy engine, which would put it behind the experts that it is bringing for the next layer.
+void launch_write_tables(const ExpertStepView& view, int layer, const std::int64_t* image, StreamHandle stream);
+
 }  // namespace glm53

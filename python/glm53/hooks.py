@@ -173,17 +173,19 @@ class Patch:
             else:
                 setattr(target, name, value)
 
+    def reroute(self, route: Route) -> None:
+        """Send what the routers chose to another receiver from now on (measurements)."""
+        self._route = route
+
     def _replace(self, target: Any, name: str, value: Any) -> None:
         self._saved.append((target, name, vars(target).get(name, _MISSING)))
         setattr(target, name, value)
 
     def _routed(self, index: int, original: Any) -> Any:
-        route = self._route
-
         @functools.wraps(original)
         def routing_fn(bsz: int, cfg: Any, y: Any, params: dict[str, Any]) -> Any:
             selected, weights = original(bsz, cfg, y, params)
-            route(index, bsz, selected, params)
+            self._route(index, bsz, selected, params)
             return selected, weights
 
         return routing_fn

@@ -107,7 +107,7 @@ def test_stop_ids_logprobs_and_cancel(engines: Any) -> None:
         request = GenerationRequest("l", [3], 1, sampling=GREEDY, top_logprobs=3)
         async for delta in engine.submit(request):
             for token in delta.tokens:
-                assert token.top[0] == (token.id, token.logprob)
+                assert token.top[0][1] == token.logprob
                 assert len(token.top) == 3
         stream = engine.submit(GenerationRequest("c", [3], 4000, sampling=GREEDY))
         async for delta in stream:

@@ -182,15 +182,16 @@ class ExllamaEngine:
                 self._end_cancelled(stream)
                 continue
             try:
-                self._generator.enqueue(stream.make_job(self._loaded.exllamav3, self._loaded.tokenizer, self._padded()))
+                self._generator.enqueue(self._job(stream))
             except (AssertionError, ValueError) as e:
                 self._counts["failed"] += 1
                 stream.stream.finish(Finish("error", error=" ".join(str(e).split())))
             else:
                 self._streams.add(stream)
 
-    def _padded(self) -> int:
-        return int(self._generator.padded_vocab_size)
+    def _job(self, stream: Stream) -> Any:
+        loaded, vocab = self._loaded, int(self._generator.padded_vocab_size)
+        return stream.make_job(loaded.exllamav3, loaded.tokenizer, vocab, loaded.context)
 
     def _drop_cancelled(self) -> None:
         for stream in [s for s in self._streams if s.stream.cancelled]:

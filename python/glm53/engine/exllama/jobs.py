@@ -18,6 +18,18 @@ from .sampling import make_filter, make_sampler
 
 ROUND_TOKENS = 4096
 """Answer tokens whose KV pages a stream takes at a time, so that a long limit does not keep others from starting."""
+CHECKPOINT_TOKENS = 2048
+"""exllamav3's distance between KDA checkpoints for this architecture."""
+
+
+def token_budget(prompt: int, wanted: int, cache_tokens: int) -> tuple[int, int | None]:
+    """Answer tokens that fit behind the prompt, and how many to take KV pages for at a time (None: all at once).
+
+    exllamav3 rounds a round up to a checkpoint boundary and needs one token beyond the answer.
+    """
+    most = max(1, min(wanted, cache_tokens - prompt - 1))
+    rounded = -(-(prompt + ROUND_TOKENS) // CHECKPOINT_TOKENS) * CHECKPOINT_TOKENS
+    return most, ROUND_TOKENS if most > ROUND_TOKENS and rounded <= cache_tokens else None
 
 
 class Stream:
@@ -29,14 +41,15 @@ class Stream:
         self.prefill_done = False
         stream.usage.submitted_s = time.monotonic()
 
-    def make_job(self, exllamav3: Any, tokenizer: Any, vocab_size: int) -> Any:
+    def make_job(self, exllamav3: Any, tokenizer: Any, vocab_size: int, cache_tokens: int) -> Any:
         """The exllamav3 job; its identifier is this object."""
         r = self.request
+        most, at_a_time = token_budget(len(r.prompt_ids), r.max_tokens, cache_tokens)
         filters = [make_filter(exllamav3, tokenizer, r.constraint, vocab_size)] if r.constraint else None
         self.job = exllamav3.Job(
             input_ids=torch.tensor([list(r.prompt_ids)], dtype=torch.long),
-            max_new_tokens=r.max_tokens,
-            max_rq_tokens=ROUND_TOKENS,
+            max_new_tokens=most,
+            max_rq_tokens=at_a_time,
             sampler=make_sampler(exllamav3, r.sampling, len(r.prompt_ids)),
             seed=None if r.sampling.seed is None else r.sampling.seed & (2**63 - 1),
             stop_conditions=sorted(r.stop_ids) or None,

@@ -25,6 +25,8 @@ from .passes import GB, Passes, PassSettings
 
 PAGE_TOKENS = 256
 SEGMENT_SLOTS = 32
+POLICY_KNOBS = {"slow_shift": 5}
+"""Heat remembered over 512 rows: fewer admissions that routing without locality does not repay."""
 RECURRENT_CACHE_BYTES = 1 << 30
 """Host RAM for KDA states kept for prefix reuse."""
 
@@ -213,7 +215,7 @@ class _Loading:
         store = self.store
         tables = [[getattr(m, f"multi_{p}").ptrs_trellis.data_ptr() for p in PARTS] for m in modules]
         homes = [store.arena(layer).address for layer in store.layers]
-        parts, knobs = list(store.layout.part_bytes), self.options.knobs or {}
+        parts, knobs = list(store.layout.part_bytes), {**POLICY_KNOBS, **(self.options.knobs or {})}
         try:
             return _core.ExpertRuntime(self.device, store.experts, slots, SEGMENT_SLOTS, parts, tables, homes, knobs)
         except RuntimeError as e:

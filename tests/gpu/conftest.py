@@ -1,0 +1,25 @@
+"""Checkpoints of the GPU tests: the bundled one, and one of the real layers' shape in the folder GLM53_TEST_FLASH."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exact_helpers import TINY, stock_answers
+
+
+@pytest.fixture(scope="module", params=["flash", "tiny"])
+def checkpoint(request: pytest.FixtureRequest) -> Path:
+    if request.param == "tiny":
+        return TINY
+    flash = os.environ.get("GLM53_TEST_FLASH")
+    if not flash:
+        pytest.skip("GLM53_TEST_FLASH names no checkpoint of real shape")
+    return Path(flash)
+
+
+@pytest.fixture(scope="module")
+def stock(checkpoint: Path) -> Any:
+    return stock_answers(checkpoint)

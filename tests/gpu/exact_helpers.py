@@ -1,0 +1,122 @@
+"""Runs one checkpoint through stock exllamav3 (every expert in VRAM) and through our engine, in one process.
+
+Both in one process, because exllamav3 and Triton choose kernels by timing them: two processes may choose differently
+and then differ by themselves.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import glm53
+from glm53.config import Settings
+from glm53.engine.exllama.loader import Loaded, LoadOptions, load
+
+TINY = Path(glm53.__file__).parent / "models" / "tiny"
+PROMPTS = (1, 8, 300, 4103)
+STEPS = 128
+
+
+@dataclass
+class Answers:
+    """What one side answered: logits per prompt length, greedy tokens of one and of four streams."""
+
+    logits: dict[int, torch.Tensor]
+    one: list[list[int]]
+    four: list[list[int]]
+
+
+def prompt_ids(tokens: int, seed: int, vocab: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * tokens + seed)
+    return torch.randint(0, min(vocab, 2000), (1, tokens), generator=generator)
+
+
+def forward_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """(tokens, vocabulary) logits of a pass without a cache."""
+    with torch.inference_mode():
+        return model.forward(ids, {"attn_mode": "flash_attn_nc"})[0].cpu()
+
+
+def greedy(exllamav3: Any, generator: Any, prompts: list[torch.Tensor], steps: int) -> list[list[int]]:
+    """Greedy tokens of prompts that decode together."""
+    out: list[list[int]] = [[] for _ in prompts]
+    for i, ids in enumerate(prompts):
+        job = exllamav3.Job(input_ids=ids, max_new_tokens=steps, sampler=exllamav3.GreedySampler(), identifier=i)
+        generator.enqueue(job)
+    while generator.num_remaining_jobs():
+        for r in generator.iterate():
+            if r["stage"] == "error":
+                raise r["error"]
+            for part in (r, r.get("held") or {}):
+                if part.get("token_ids") is not None:
+                    out[r["identifier"]] += part["token_ids"].reshape(-1).tolist()
+    return out
+
+
+def answer(exllamav3: Any, model: Any, generator: Any, lengths: tuple[int, ...] = PROMPTS) -> Answers:
+    """Ask everything once."""
+    vocab = model.config.vocab_size
+    logits = {n: forward_logits(model, prompt_ids(n, 0, vocab)) for n in lengths}
+    one = greedy(exllamav3, generator, [prompt_ids(40, 1, vocab)], STEPS)
+    four = greedy(exllamav3, generator, [prompt_ids(20 + 13 * i, 2 + i, vocab) for i in range(4)], STEPS)
+    return Answers(logits, one, four)
+
+
+def make_generator(exllamav3: Any, model: Any, cache: Any, tokenizer: Any, chunk: int = 8192) -> Any:
+    return exllamav3.Generator(
+        model, cache, tokenizer, max_batch_size=4, max_chunk_size=chunk, recurrent_cache_size=1 << 28
+    )
+
+
+def stock_answers(path: Path) -> Answers:
+    """Load with every expert in VRAM, answer, unload."""
+    import exllamav3
+
+    config = exllamav3.Config.from_directory(str(path))
+    model = exllamav3.Model.from_config(config)
+    cache = exllamav3.Cache(model, max_num_tokens=8192, max_batch_size=4)
+    model.load(device="cuda:0", progressbar=False)
+    tokenizer = exllamav3.Tokenizer.from_config(config)
+    try:
+        generator = make_generator(exllamav3, model, cache, tokenizer)
+        answer(exllamav3, model, generator, PROMPTS[:2])  # lets every kernel choice be made
+        return answer(exllamav3, model, generator)
+    finally:
+        model.unload()
+        del generator, cache, model
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def load_ours(path: Path, state: Path, options: LoadOptions, **changes: Any) -> Loaded:
+    values: dict[str, Any] = {"model_dir": path, "mode": "exact", "state_dir": state, "cache_tokens": 8192}
+    return load(Settings(**{**values, **changes}), lambda stage, fraction: None, options)
+
+
+def differences(ours: Answers, stock: Answers) -> list[str]:
+    """What is not bit for bit the same; [] is the claim."""
+    found = []
+    for n, logits in ours.logits.items():
+        if not torch.equal(logits, stock.logits[n]):
+            rows = (logits != stock.logits[n]).any(-1).nonzero().reshape(-1)
+            found.append(f"logits of {n} tokens: {rows.numel()} rows differ, first {int(rows[0])}")
+    for name in ("one", "four"):
+        for i, (a, b) in enumerate(zip(getattr(ours, name), getattr(stock, name), strict=True)):
+            if a != b:
+                at = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+                found.append(f"greedy {name}[{i}]: {len(a)} and {len(b)} tokens, part at {at}")
+    return found
+
+
+def timed(run: Any) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start

@@ -1,0 +1,187 @@
+"""Exact mode on the GPU is stock exllamav3 bit for bit, with far fewer slots than experts."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exact_helpers import (
+    PROMPTS,
+    TINY,
+    answer,
+    differences,
+    forward_logits,
+    greedy,
+    load_ours,
+    make_generator,
+    prompt_ids,
+)
+
+from glm53.engine.exllama import ExllamaEngine
+from glm53.engine.exllama.loader import LoadOptions
+from glm53.engine.protocol import GenerationRequest, SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+SLOTS = {"tiny": 12, "flash": 60}
+
+
+class Ours:
+    """Our engine's parts with a generator of their own, so that the same code asks both sides."""
+
+    def __init__(self, checkpoint: Path, state: Path) -> None:
+        import exllamav3
+
+        slots = SLOTS["tiny" if checkpoint.name == "tiny" else "flash"]
+        self.exllamav3 = exllamav3
+        self.loaded = load_ours(checkpoint, state, LoadOptions(max_slots=slots))
+        self.runtime, self.model, self.passes = self.loaded.runtime, self.loaded.model, self.loaded.passes
+        self.generator = make_generator(exllamav3, self.model, self.loaded.cache, self.loaded.tokenizer)
+
+    def differences(self, stock: Any, lengths: tuple[int, ...] = PROMPTS) -> list[str]:
+        return differences(answer(self.exllamav3, self.model, self.generator, lengths), stock)
+
+    def close(self) -> None:
+        self.loaded.close()
+        for name in ("runtime", "model", "passes", "generator"):
+            setattr(self, name, None)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="module")
+def ours(checkpoint: Path, stock: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ours]:
+    made = Ours(checkpoint, tmp_path_factory.mktemp("state"))
+    yield made
+    made.close()
+
+
+def test_logits_and_greedy_tokens_equal_stock(ours: Ours, stock: Any) -> None:
+    assert ours.differences(stock) == []
+    stats = ours.runtime.stats(0)
+    assert stats["misses"] > 0
+    assert stats["admissions"] > 0
+    assert stats["long_prompts"] > 0
+
+
+@pytest.mark.parametrize("threshold", [9, 10**9], ids=["always staged", "read in place"])
+def test_prompts_equal_stock_whichever_way_they_are_read(ours: Ours, stock: Any, threshold: int) -> None:
+    usual, ours.passes.threshold = ours.passes.threshold, threshold
+    try:
+        for n in (300, 4103):
+            logits = forward_logits(ours.model, prompt_ids(n, 0, ours.loaded.vocab_size))
+            assert torch.equal(logits, stock.logits[n]), n
+    finally:
+        ours.passes.threshold = usual
+
+
+def test_still_equal_after_all_slots_were_lent_and_taken_back(ours: Ours, stock: Any) -> None:
+    slots = ours.loaded.slots
+    assert ours.runtime.lend(10**12, ours.passes.stream) == slots * ours.runtime.slot_bytes
+    ours.passes._lent = 1
+    assert ours.differences(stock, PROMPTS[:3]) == []
+    while ours.passes.between(prompts_left=False):
+        torch.cuda.synchronize()
+    stats = ours.runtime.stats(0)
+    assert stats["lent_slots"] == 0
+    assert stats["refills"] > 0
+    assert ours.runtime.verify(0) == []
+    assert ours.differences(stock, PROMPTS[:3]) == []
+
+
+def test_churn_leaves_every_slot_equal_to_its_home(ours: Ours, checkpoint: Path) -> None:
+    steps = 2000 if checkpoint.name == "tiny" else 300
+    before = ours.runtime.stats(0)
+    for round_ in range(4):
+        prompts = [prompt_ids(12 + i, 50 + 4 * round_ + i, ours.loaded.vocab_size) for i in range(4)]
+        greedy(ours.exllamav3, ours.generator, prompts, steps // 4)
+    after = ours.runtime.stats(0)
+    assert after["evictions"] > before["evictions"]
+    assert ours.runtime.verify(0) == []
+
+
+def test_decode_waits_for_nothing_in_the_moe_layers(ours: Ours) -> None:
+    greedy(ours.exllamav3, ours.generator, [prompt_ids(9, 3, ours.loaded.vocab_size)], 4)
+    before = ours.runtime.stats(0)
+    greedy(ours.exllamav3, ours.generator, [prompt_ids(9, 3, ours.loaded.vocab_size)], 32)
+    after = ours.runtime.stats(0)
+    assert after["host_waits"] - before["host_waits"] == 1  # the second stats() itself
+    assert after["steps"] > before["steps"]
+
+
+def test_policy_on_the_device_equals_the_policy_on_the_host(ours: Ours) -> None:
+    """The same picks through a CUDA runtime and a host one end in the same slots."""
+    from glm53 import _core
+
+    layers, experts, stride = 2, 32, 3 * 256
+    device = _core.cuda_device(0)
+    generator = torch.Generator().manual_seed(5)
+    picks = torch.randint(0, experts, (400, 16), generator=generator)
+    residency = []
+    for on in (device, _core.HostDevice()):
+        arenas = [_core.HostArena(experts * stride, f"layer {i}", on) for i in range(layers)]
+        place = "cuda" if on is device else "cpu"
+        tables = [[torch.zeros(experts, dtype=torch.long, device=place) for _ in range(3)] for _ in range(layers)]
+        addresses = [[t.data_ptr() for t in row] for row in tables]
+        runtime = _core.ExpertRuntime(on, experts, 10, 4, [256] * 3, addresses, [a.address for a in arenas])
+        here = picks.to(place)
+        for step in range(picks.shape[0]):
+            runtime.decode(step % layers, here[step].data_ptr(), 16, 2, 0)
+        residency.append((runtime.residency(0).tolist(), [t.cpu().tolist() for row in tables for t in row]))
+        del runtime
+    assert residency[0][0] == residency[1][0]
+
+
+def test_the_engine_streams_and_reports(tmp_path: Path) -> None:
+    """Submit, batch, cancel and score through the engine the server uses."""
+    from glm53.config import Settings
+
+    settings = Settings(model_dir=TINY, mode="exact", state_dir=tmp_path, cache_tokens=4096)
+    engine = ExllamaEngine.load(settings, options=LoadOptions(max_slots=12))
+    greedy_ = SamplingParams(temperature=0.0)
+
+    async def one(name: str, length: int, steps: int) -> list[int]:
+        ids = prompt_ids(length, 9, engine.info.vocab_size)[0].tolist()
+        stream, got = engine.submit(GenerationRequest(name, ids, steps, sampling=greedy_)), []
+        async for delta in stream:
+            got += [t.id for t in delta.tokens]
+            if delta.finish:
+                assert delta.finish.reason == "length", delta.finish
+        return got
+
+    async def run() -> None:
+        together = await asyncio.gather(*(one(str(n), n, 24) for n in (5, 90, 300)))
+        assert [len(t) for t in together] == [24, 24, 24]
+        drawn = GenerationRequest(
+            "s",
+            [5, 6],
+            16,
+            sampling=SamplingParams(temperature=0.8, top_k=20, presence_penalty=0.5, seed=7),
+            top_logprobs=2,
+        )
+        runs = []
+        for _ in range(2):
+            tokens = [t async for d in engine.submit(drawn) for t in d.tokens]
+            assert len(tokens) == 16
+            assert all(t.logprob is not None and len(t.top) == 2 for t in tokens)
+            runs.append([t.id for t in tokens])
+        assert runs[0] == runs[1]
+        stream = engine.submit(GenerationRequest("c", [1, 2, 3], 3000, sampling=greedy_))
+        async for delta in stream:
+            stream.cancel()
+            if delta.finish:
+                assert delta.finish.reason == "cancelled"
+        scores = await engine.score(list(range(5, 60)), 3)
+        assert len(scores) == 55
+        assert all(s.logprob is not None and s.logprob < 0 for s in scores[1:])
+
+    try:
+        asyncio.run(run())
+        assert engine.stats()["cancelled"] == 1
+    finally:
+        engine.close()
+    assert (tmp_path / "expert-heat.npz").exists()
