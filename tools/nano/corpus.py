@@ -56,9 +56,12 @@ class Rows:
 @lru_cache(maxsize=1)
 def articles() -> list[str]:
     """Running text with a free licence: Python's language reference topics and module docstrings (PSF licence)."""
-    from pydoc_data import topics
-
-    out = [str(t) for _, t in sorted(topics.topics.items())]
+    try:
+        from pydoc_data import topics
+    except ImportError:  # some distributions leave it out
+        out = []
+    else:
+        out = [str(t) for _, t in sorted(topics.topics.items())]
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.glob("*.py")) + sorted(root.glob("*/*.py")):
         if {"test", "idlelib", "site-packages", "lib2to3", "turtledemo"} & set(path.parts):
