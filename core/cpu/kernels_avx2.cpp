@@ -8,7 +8,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/rotate_avx2.h"
-#include "exl3/format.h"
+#include "exl3/constants.h"
 
 namespace glm53::cpu {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "exl3/format.h"
+#include "exl3/constants.h"
 
 namespace glm53::cpu {
 namespace {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/half.h"
@@ -158,9 +159,11 @@ TEST_CASE("vector kernels equal the scalar kernel, and read nothing outside the 
     for (const Kernels* kernels : vector_tables()) {
         for (int bits = 2; bits <= 4; ++bits) {
             const size_t bytes = static_cast<size_t>(kInputs / 16 * kTiles * 32 * bits);
-            for (const auto flush : {GuardedMemory::Flush::kStart, GuardedMemory::Flush::kEnd}) {
-                const GuardedMemory trellis(bytes, flush);
-                fill_random(trellis.data(), bytes, 5);
+            using Flush = GuardedMemory::Flush;
+            for (const auto& [flush, shift] : {std::pair{Flush::kStart, 0}, {Flush::kEnd, 0}, {Flush::kStart, 1}}) {
+                const GuardedMemory memory(bytes + static_cast<size_t>(shift), flush);
+                uint8_t* trellis = memory.data() + shift;  // an odd address the third time
+                fill_random(trellis, bytes, 5);
                 for (int rows = 1; rows <= cpu::kMaxRows; ++rows) {
                     CAPTURE(kernels->name);
                     CAPTURE(bits);
@@ -170,8 +173,8 @@ TEST_CASE("vector kernels equal the scalar kernel, and read nothing outside the 
                     const Prepared vector(*kernels, input, rows);
                     CHECK(scalar.bias == vector.bias);
                     CHECK(scalar.scale == vector.scale);
-                    const auto expected = multiply(cpu::kScalarKernels, trellis.data(), bits, rows, scalar.view);
-                    const auto actual = multiply(*kernels, trellis.data(), bits, rows, vector.view);
+                    const auto expected = multiply(cpu::kScalarKernels, trellis, bits, rows, scalar.view);
+                    const auto actual = multiply(*kernels, trellis, bits, rows, vector.view);
                     CHECK(actual == expected);  // exact integer sums, then the same fused multiply-adds
                 }
             }
