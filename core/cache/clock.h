@@ -8,8 +8,7 @@
 //          candidate's heat by more than `margin`, so that routing without locality causes no churn. All layers' heat
 //          has one unit (picks per row, aged per row of its layer), so experts of different layers compete fairly.
 // Not victims  slots of the current picks, pinned, lent or loading ones, those outside the window.
-// Bad at   an expert whose picks come in bursts that `margin` outlasts; a lone cold slot of a large pool, which is
-// found
+// Bad at   an expert whose picks come in bursts that `margin` outlasts; a lone cold slot of a large pool, which is seen
 //          only when the hand comes by (slots / window steps).
 // Costs    one warp: dedup n^2 / 32 compares, one slot and one heat load a lane, two reductions an admission; every
 //          age_rows rows experts / 32 heat updates a lane.

@@ -4,17 +4,15 @@
 // device memory. All layers share one pool of slots.
 //
 //   slot word, 32 bits        | busy 1 | lent 1 | pins 6 | ref 4 | owner + 1 : 20 |   owner 0: none
-//   heat word, 32 bits        | recent 16 | slow 16 |      both count picks in units of `gain`, aged every `age_rows`
-//   rows
+//   heat word, 32 bits        | recent 16 | slow 16 |      picks, in units of `gain`; both age every `age_rows` rows
 //
 // States of a slot
 //   Empty     owner none, not lent, on the free list              clock_step, clock_reserve -> Resident, Loading
 //   Loading   owner set, pinned, slot_of[owner] is not this slot   clock_publish -> Resident; clock_release -> Empty
 //   Resident  owner set, slot_of[owner] == slot                    clock_step (victim), clock_lend -> Empty, Lent
 //   Lent      owner none, lent set, not on the free list           clock_give_back -> Empty
-// Threads   none inside: whoever holds the block (one CUDA warp on the stream, or one host thread) calls one function
-// at
-//           a time. `busy` marks the current step's hits and is clear between calls.
+// Threads   none inside: whoever holds the block (one CUDA warp on the stream, or one host thread) makes one call at a
+//           time. `busy` marks the current step's hits and is clear between calls.
 // Costs     4 bytes a slot + 4 of free list, 8 bytes an entry: 106 KiB for 42 x 288 entries and 1,300 slots. It may be
 //           copied as bytes between host and device: there are offsets in it but no addresses.
 #pragma once

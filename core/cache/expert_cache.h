@@ -1,20 +1,16 @@
-// The expert cache: slots of device memory shared by all layers, filled with experts copied from their home in host
-// memory.
+// The expert cache: slots of device memory shared by all layers, filled with experts from their home in host memory.
 //
 // This object owns the slots' memory, the copies and the host's copy of the policy state (clock_state.h). Where kernels
-// run the policy on the device, upload() gives them the state and download() takes it back for the rare operations
-// below.
+// run the policy on the device, upload() gives them the state, download() takes it back for the rare operations below.
 //
 // States of a slot, and what ends each
 //   Empty     nobody's                     step (admission), refill, lend
 //   Loading   a refill's copy is in flight  poll, once its event is done -> Resident (or Empty: a step was faster).
 //             The slot is pinned meanwhile and no lookup returns it.
 //   Resident  lookups return it            step (victim of an admission) or lend
-//   Evicting  instantaneous: an admission is ordered by its stream. Kernels that read the victim were queued on
-//   `stream` before,
-//             the copy that overwrites it is queued on the same stream after them, and the kernels that read the new
-//             expert behind that copy. So step needs no event and no host wait, and must always get the one compute
-//             stream.
+//   Evicting  instantaneous: an admission is ordered by its stream. Kernels that read the victim were queued there
+//             before, the copy that overwrites it is queued after them, and the kernels that read the new expert behind
+//             that copy. So step needs no event and no host wait, and must always get the one compute stream.
 //   Lent      its whole segment serves something else   take_back -> Empty
 // A refill copies on another stream: that one first waits for an event recorded on the compute stream, so that a slot
 // just emptied is not overwritten under its last reader; and poll publishes it only after the host saw its own event
@@ -24,8 +20,7 @@
 //           memory (staging) or frees it (so that another allocator can have it) and take_back allocates it again.
 // Threads   one at a time, the one that queues the forward pass.
 // Costs     step: the policy on one core (a few microseconds) and a copy of slot_bytes an admission. lend blocks for
-// the loads
-//           in flight in its segment and, when it frees, for the device. verify reads back every resident slot.
+//           its segment's loads and, when it frees, for the device. verify reads back every resident slot.
 #pragma once
 #include <cstddef>
 #include <cstdint>
