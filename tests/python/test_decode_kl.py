@@ -1,0 +1,63 @@
+"""bench/decode_kl.py without a GPU: the forced sampler, the distances, and a path that fails."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "bench" / "decode_kl.py"
+
+
+@pytest.fixture(scope="module")
+def tool() -> Any:
+    spec = importlib.util.spec_from_file_location("decode_kl", SCRIPT)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_sampler_hands_out_its_tokens_and_keeps_the_logits(tool: Any) -> None:
+    sampler = tool.Forced([5, 9, 7], usable=10)
+    drawn = []
+    for step in range(3):
+        logits = torch.zeros(1, 1, 16)
+        logits[..., step] = 1.0
+        token = sampler.forward(logits, None, 123, None, logit_mask=None)
+        assert token.shape == (1, 1)
+        drawn.append(int(token))
+    assert drawn == [5, 9, 7]
+    assert [int(row.argmax()) for row in sampler.logits] == [0, 1, 2]
+    assert all(row.shape == (10,) for row in sampler.logits)
+
+
+def test_distances_are_kl_and_agreement(tool: Any) -> None:
+    p, q = np.log(np.array([[0.5, 0.5], [0.9, 0.1]])), np.log(np.array([[0.25, 0.75], [0.9, 0.1]]))
+    found = tool.compare({"stock": p, "stock-fp16": p, "exact": p, "fast": q})
+    assert found["stock | stock-fp16"]["kl_mean"] == pytest.approx(0, abs=1e-12)
+    expected = (0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75)) / 2
+    assert found["exact | fast"]["kl_mean"] == pytest.approx(expected)
+    assert found["exact | fast"]["top1"] == 0.5
+    assert tool.bars(found)["decode.fast_within_floor"] is False
+    assert tool.bars(tool.compare({"exact": p, "fast": p})) == {
+        "decode.fast_kl": pytest.approx(0),
+        "decode.fast_top1": 1.0,
+    }
+
+
+def test_a_path_that_fails_is_recorded_and_the_exit_code_says_so(tmp_path: Path) -> None:
+    out = tmp_path / "kl.json"
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "nothing"), "--out", str(out), "--paths", "stock"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert json.loads(out.read_text())["raw"]["failed"]["stock"]
