@@ -6,12 +6,12 @@ A `Case` is one request with the calls it must lead to, what the tools answer, a
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from . import results
 from . import values as v
 
 Schema = dict[str, Any]
@@ -52,102 +52,6 @@ class Case:
     answer: str
 
 
-def _json(**kw: Any) -> str:
-    return json.dumps(kw, ensure_ascii=False)
-
-
-def _weather(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    sky, deg = r.choice(("clear", "cloudy", "rainy", "sunny", "windy", "snowy")), r.randrange(-9, 36)
-    return f"{deg}C, {sky}", f"It is {deg} degrees Celsius and {sky} in {a['city']}."
-
-
-def _time(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    now = v.clock(r)
-    return now, f"It is {now} in {a['city']}."
-
-
-def _convert(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    out = round(r.uniform(1, 900), 2)
-    return _json(result=out), f"{a['amount']} {a['source']} is {out} {a['target']}."
-
-
-def _email(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    return "sent", f"The email to {a['to']} was sent. 📧"
-
-
-def _event(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    ident = v.code(r)
-    return _json(id=ident), f"The event {a['title']} on {a['date']} was created as {ident}."
-
-
-def _search(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    hit = v.title(r)
-    return _json(top=hit), f"The best result for {a['query']} is {hit}."
-
-
-def _timer(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    return "ok", f"The timer is set to {a['minutes']} minutes. ⏰"
-
-
-def _sum(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    return str(a["a"] + a["b"]), f"The sum is {a['a'] + a['b']}."
-
-
-def _translate(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    out = f"{v.word(r)} {v.word(r)}"
-    return out, f"In {a['language']} that is: {out}"
-
-
-def _stock(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    price = round(r.uniform(1, 900), 2)
-    return _json(price=price), f"{a['symbol']} trades at {price}."
-
-
-def _book(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    ident = v.code(r)
-    return _json(booking=ident), f"A table for {a['people']} at {a['restaurant']} is booked. The number is {ident}."
-
-
-def _light(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    return "ok", f"The light in the {a['room']} is now {'on' if a['on'] else 'off'}. 💡"
-
-
-def _thermostat(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    return "ok", f"The {a['room']} is set to {a['degrees']} degrees."
-
-
-def _read(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    text = v.phrase(r)
-    return text, f"The file {a['path']} says: {text}"
-
-
-def _note(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    return "saved", f"The note {a['title']} was saved. 📝"
-
-
-def _user(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    who = v.name(r)
-    return _json(name=who), f"User {a['user_id']} is {who}."
-
-
-def _parcel(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    where = v.place(r)
-    return _json(location=where), f"The parcel {a['code']} is in {where}. 📦"
-
-
-def _distance(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    km = r.randrange(5, 9000)
-    return f"{km} km", f"It is {km} km from {a['start']} to {a['end']}."
-
-
-def _play(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    return "playing", f"Now playing {a['song']} by {a['artist']}. 🎵"
-
-
-def _tags(r: Rng, a: dict[str, Any]) -> tuple[str, str]:
-    return "ok", f"The tags {', '.join(a['tags'])} were added to {a['item']}."
-
-
 ROOMS = ["kitchen", "bedroom", "bathroom", "living room", "office", "hall", "garage", "cellar", "attic", "garden"]
 STR, INT, NUM, BOOL = "string", "integer", "number", "boolean"
 
@@ -163,14 +67,14 @@ TOOLS: tuple[Tool, ...] = (
             "Is it warm in {city} today?",
             "Tell me the weather in {city}.",
         ),
-        _weather,
+        results.weather,
     ),
     Tool(
         "get_time",
         "Get the local time in a city",
         {"city": (STR, "", v.place)},
         ("What time is it in {city}?", "Tell me the time in {city}.", "Current time in {city}, please."),
-        _time,
+        results.local_time,
     ),
     Tool(
         "convert_currency",
@@ -185,7 +89,7 @@ TOOLS: tuple[Tool, ...] = (
             "How much is {amount} {source} in {target}?",
             "What is {amount} {source} in {target}?",
         ),
-        _convert,
+        results.convert,
     ),
     Tool(
         "send_email",
@@ -195,7 +99,7 @@ TOOLS: tuple[Tool, ...] = (
             "Send an email to {to} with subject {subject} and text {body}.",
             "Email {to}: subject {subject}, body {body}.",
         ),
-        _email,
+        results.email,
     ),
     Tool(
         "create_event",
@@ -206,14 +110,14 @@ TOOLS: tuple[Tool, ...] = (
             "Create an event called {title} on {date} at {time}.",
             "Put {title} in the calendar for {date}, {time}.",
         ),
-        _event,
+        results.event,
     ),
     Tool(
         "search_web",
         "Search the web",
         {"query": (STR, "What to search for", v.phrase)},
         ("Search the web for {query}.", "Look up {query} online.", "Find something about {query} on the web."),
-        _search,
+        results.search,
     ),
     Tool(
         "set_timer",
@@ -224,7 +128,7 @@ TOOLS: tuple[Tool, ...] = (
             "Start a timer of {minutes} minutes.",
             "Remind me in {minutes} minutes.",
         ),
-        _timer,
+        results.timer,
     ),
     Tool(
         "add_numbers",
@@ -235,14 +139,14 @@ TOOLS: tuple[Tool, ...] = (
             "Add {a} and {b} with the tool.",
             "Calculate {a} plus {b} with the calculator.",
         ),
-        _sum,
+        results.add,
     ),
     Tool(
         "translate",
         "Translate a text",
         {"text": (STR, "", v.phrase), "language": (STR, "Target language", lambda r: r.choice(v.LANGUAGES))},
         ("Translate {text} into {language}.", "How do you say {text} in {language}?"),
-        _translate,
+        results.translate,
     ),
     Tool(
         "get_stock_price",
@@ -255,7 +159,7 @@ TOOLS: tuple[Tool, ...] = (
             )
         },
         ("What is the price of {symbol}?", "Stock price of {symbol}?", "How much is one share of {symbol}?"),
-        _stock,
+        results.stock,
     ),
     Tool(
         "book_table",
@@ -269,14 +173,14 @@ TOOLS: tuple[Tool, ...] = (
             "Book a table for {people} at {restaurant} at {time}.",
             "Reserve a table at {restaurant} for {people} people, {time}.",
         ),
-        _book,
+        results.book,
     ),
     Tool(
         "set_light",
         "Turn a light on or off",
         {"room": (STR, "", lambda r: r.choice(ROOMS)), "on": (BOOL, "", lambda r: r.random() < 0.5)},
         ("Turn {on} the light in the {room}.", "Please switch the {room} light {on}.", "Light {on} in the {room}."),
-        _light,
+        results.light,
     ),
     Tool(
         "set_temperature",
@@ -290,35 +194,35 @@ TOOLS: tuple[Tool, ...] = (
             "Heat the {room} to {degrees} degrees.",
             "Make the {room} {degrees} degrees.",
         ),
-        _thermostat,
+        results.thermostat,
     ),
     Tool(
         "read_file",
         "Read a text file",
         {"path": (STR, "", v.path)},
         ("Read the file {path}.", "What is in {path}?", "Show me {path}.", "Open {path} for me."),
-        _read,
+        results.read,
     ),
     Tool(
         "write_note",
         "Save a note",
         {"title": (STR, "", v.title), "text": (STR, "", v.phrase)},
         ("Save a note called {title}: {text}.", "Write a note with title {title} and text {text}."),
-        _note,
+        results.note,
     ),
     Tool(
         "lookup_user",
         "Find a user by number",
         {"user_id": (INT, "", lambda r: v.integer(r, 1, 100000))},
         ("Who is user {user_id}?", "Look up user {user_id}.", "Find the user with number {user_id}."),
-        _user,
+        results.user,
     ),
     Tool(
         "track_parcel",
         "Find a parcel",
         {"code": (STR, "Tracking code", v.code)},
         ("Where is my parcel {code}?", "Track parcel {code}.", "Where is {code} now?"),
-        _parcel,
+        results.parcel,
     ),
     Tool(
         "get_distance",
@@ -329,14 +233,14 @@ TOOLS: tuple[Tool, ...] = (
             "Distance from {start} to {end}?",
             "How many km are there from {start} to {end}?",
         ),
-        _distance,
+        results.distance,
     ),
     Tool(
         "play_song",
         "Play a song",
         {"song": (STR, "", v.title), "artist": (STR, "", v.name)},
         ("Play {song} by {artist}.", "I want to hear {song} by {artist}.", "Put on {song} by {artist}."),
-        _play,
+        results.play,
     ),
     Tool(
         "add_tags",
@@ -350,7 +254,7 @@ TOOLS: tuple[Tool, ...] = (
             ),
         },
         ("Tag {item} with {tags}.", "Add the tags {tags} to {item}."),
-        _tags,
+        results.tags,
     ),
 )
 
@@ -402,7 +306,7 @@ def invented(rng: Rng) -> Tool:
         f"{verb.capitalize()} the {noun}",
         params,
         requests,
-        lambda r, a: (_json(result=ident), f"Done. The result is {ident}."),
+        lambda r, a: (results.as_json(result=ident), f"Done. The result is {ident}."),
     )
 
 
