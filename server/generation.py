@@ -18,7 +18,7 @@ from .protocol.events import Answer, Event, collect
 from .protocol.output import OutputParser
 from .protocol.requests import Decoding
 from .protocol.sse import DONE
-from .sse import SseResponse
+from .sse import PING, SseResponse
 
 STOP_NAMES = ("<|endoftext|>", "<|user|>", "<|observation|>", "<|system|>", "<|assistant|>", "[gMASK]", "<sop>")
 """Every token that starts a turn ends the answer: the model must not speak for others."""
@@ -119,7 +119,7 @@ class StreamFormat:
     """How one API writes a stream; every function returns complete SSE frames.
 
     `begin` is sent before the first token, `events` for each batch of a choice, `end` after all choices, `error` in
-    place of the rest. `done` closes either way.
+    place of the rest. `done` closes either way. `ping` is sent while nothing else is.
     """
 
     begin: Callable[[], bytes]
@@ -127,12 +127,13 @@ class StreamFormat:
     end: Callable[[], bytes]
     error: Callable[[ErrorReply], bytes]
     done: bytes = DONE
+    ping: bytes = PING
 
 
 async def stream(job: Job, choices: Sequence[Choice], form: StreamFormat) -> web.StreamResponse:
     """Answer with a stream. Everything that can be refused must have been refused: this sends the headers."""
     job.streamed = True
-    async with SseResponse(job.request, job.state.options) as sse:
+    async with SseResponse(job.request, job.state.options, form.ping) as sse:
         try:
             async with job.deadline():
                 await sse.write(form.begin())

@@ -87,7 +87,9 @@ class Job:
         if self.streams:
             usages = [s.usage for s in self.streams]
             prompt, answer = usages[0].prompt_tokens, sum(u.completion_tokens for u in usages)
-            self.request[NOTE] = f", {prompt} + {answer} tokens" + self.request.get(NOTE, "")
+            seconds = max(u.last_token_s - u.first_token_s for u in usages)
+            rate = f", {(answer - len(usages)) / seconds:.1f} tokens/s" if seconds > 0 else ""
+            self.request[NOTE] = f", {prompt} + {answer} tokens{rate}" + self.request.get(NOTE, "")
 
 
 @asynccontextmanager

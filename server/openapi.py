@@ -109,6 +109,7 @@ CHAT: Schema = {
         "add_generation_prompt": FLAG,
         "continue_final_message": FLAG,
         "ignore_eos": FLAG,
+        "prompt_progress": FLAG,
         **SAMPLING,
     },
     "required": ["messages"],

@@ -1,8 +1,8 @@
 """One server-sent-event response: writing, keep-alive comments, and dropping readers that stopped reading.
 
 States: new -> open (headers and the first event are out) -> closed. All on the event loop. A ticker task per response
-writes `: ping` after `ping_s` without an event and closes the connection when a write has waited for the client longer
-than `write_timeout_s`.
+writes a ping (a comment, as a rule) after `ping_s` without an event and closes the connection when a write has waited
+for the client longer than `write_timeout_s`.
 Costs: one await per write, none per token beyond it; aiohttp buffers up to 64 KiB before a write waits for its client.
 """
 
@@ -31,7 +31,8 @@ PING = b": ping\n\n"
 class SseResponse:
     """`async with SseResponse(request, options) as sse: await sse.write(frame)`; leaving it ends the response."""
 
-    def __init__(self, request: web.Request, options: ServerOptions) -> None:
+    def __init__(self, request: web.Request, options: ServerOptions, ping: bytes = PING) -> None:
+        self._ping = ping
         self.response = web.StreamResponse(headers=HEADERS)
         self._request = request
         self._options = options
@@ -70,7 +71,7 @@ class SseResponse:
                     self._drop(now - self._blocked_since)
                     return
             elif now - self._last_s >= self._options.ping_s - pause:
-                await self.write(PING)
+                await self.write(self._ping)
 
     def _drop(self, seconds: float) -> None:
         log.warning("%s: the client took nothing for %.0f s; dropped", self._request[REQUEST_ID], seconds)

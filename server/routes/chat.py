@@ -20,6 +20,7 @@ from ..protocol.body import parse_body
 from ..protocol.events import Answer, ContentText, Done, Event, ReasoningText, ToolCallArgs, ToolCallStart
 from ..protocol.requests import parse_chat
 from ..protocol.sse import frame
+from ..sse import PING
 from ..wire import chat_logprobs, timings, usage
 
 
@@ -27,14 +28,20 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, streamed or whole."""
     async with admit(request) as job:
         state = job.state
-        work = await state.run_sized(
-            len(job.body), lambda: chat_work(state, job.engine, parse_chat(parse_body(job.body), state.defaults()))
-        )
+
+        def prepare() -> tuple[ChatWork, bool]:
+            body = parse_body(job.body)
+            work = chat_work(state, job.engine, parse_chat(body, state.defaults()))
+            return work, body.get("prompt_progress") is True
+
+        work, progress = await state.run_sized(len(job.body), prepare)
         await constrain(state, work)
         choices = submit(job, work.works, work.call.decoding)
         reply = _Reply(job, work, choices)
         if work.call.decoding.stream:
-            return await stream(job, choices, StreamFormat(reply.begin, reply.events, reply.end, reply.error))
+            ping = reply.empty_chunk() if progress and len(choices) == 1 else PING
+            form = StreamFormat(reply.begin, reply.events, reply.end, reply.error, ping=ping)
+            return await stream(job, choices, form)
         answers = await gather(job, choices)
         return json_response(await state.run_on_thread(lambda: reply.whole(answers)))
 
@@ -78,6 +85,10 @@ class _Reply:
     def begin(self) -> bytes:
         first = {"role": "assistant", "content": ""}
         return b"".join(self._frame(c.index, first) for c in self._choices)
+
+    def empty_chunk(self) -> bytes:
+        """A chunk that says nothing: a ping for clients whose time limit does not see comments (`prompt_progress`)."""
+        return self._frame(0, {})
 
     def events(self, choice: Choice, events: list[Event]) -> bytes:
         return b"".join(self._event(choice.index, e) for e in events)

@@ -167,6 +167,16 @@ def test_b45_pings_during_a_long_prefill_and_none_between_tokens(start: Start) -
     assert b": ping" not in after
 
 
+def test_b45_progress_chunks_for_clients_that_ignore_comments(start: Start) -> None:
+    live = start({"pieces": ["</think>", "x"], "end": "user", "prefill_s": 1.0}, ping_s=0.2)
+    out = live.chat_stream(prompt_progress=True)
+    assert not out.comments
+    empty = [e for e in out.events if e["choices"][0] == {**e["choices"][0], "delta": {}, "finish_reason": None}]
+    assert len(empty) >= 3
+    assert out.choice()["content"] == "x"
+    assert live.chat_stream().comments
+
+
 def test_b48_usage_chunk_only_when_asked_for(start: Start) -> None:
     live = start()
     asked = live.chat_stream(stream_options={"include_usage": True})
