@@ -125,5 +125,7 @@ class ExpertStore:
             self._tensors.clear()
 
     def abandon(self) -> None:
-        """Stop filling after a failed load; never raises."""
+        """Stop filling after a failed load and release the arenas; never raises."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._fills.clear()
+        self._arenas.clear()

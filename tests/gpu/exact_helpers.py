@@ -16,7 +16,8 @@ import torch
 
 import glm53
 from glm53.config import Settings
-from glm53.engine.exllama.loader import Loaded, LoadOptions, load
+from glm53.engine.exllama import pins
+from glm53.engine.exllama.loader import Loaded, LoadOptions, architecture, load
 
 TINY = Path(glm53.__file__).parent / "models" / "tiny"
 PROMPTS = (1, 8, 300, 4103)
@@ -78,6 +79,9 @@ def stock_answers(path: Path) -> Answers:
     """Load with every expert in VRAM, answer, unload."""
     import exllamav3
 
+    shipped = pins.pin_path(architecture(0), None)
+    if shipped is not None:  # the engine will use these picks: so must stock
+        pins.apply_pins(shipped, architecture(0))
     config = exllamav3.Config.from_directory(str(path))
     model = exllamav3.Model.from_config(config)
     cache = exllamav3.Cache(model, max_num_tokens=8192, max_batch_size=4)

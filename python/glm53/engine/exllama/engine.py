@@ -76,6 +76,8 @@ class ExllamaEngine:
         cls, settings: Settings, progress: Progress = lambda stage, fraction: None, options: LoadOptions | None = None
     ) -> ExllamaEngine:
         """Load and start. Raises DeviceError, CheckpointError, ResourceError, ConfigError, EngineError."""
+        if settings.mode == "fast":
+            log.warning("this engine has no CPU tier yet: mode fast runs as exact (same answers, slower decode)")
         loaded = load(settings, progress, options)
         return cls(loaded, settings, Tokenizer(settings.model_dir))
 

@@ -8,6 +8,7 @@ at its start; every round between passes while refilling, two.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,11 @@ GB = 10**9
 REFILL_AT_ONCE = 8
 _STREAM_PICKS_PER_EXPERT = 32
 """Picks per expert from which staging whole layers ahead wins: 1,152 tokens of GLM-5.3-Flash. Below, reading in place
-leaves out what is not picked and overlaps with computing too (measured on PCIe 5: faster at 1,024 tokens, not at 2,048)."""
+leaves out what is not picked and overlaps with computing too (PCIe 5: faster at 1,024 tokens, slower at 2,048)."""
+_MEASURED_FROM = 512
+"""Tokens from which the measured need per token is trusted: smaller passes are mostly fixed costs."""
+_RETRY_S = 1.0
+"""Time between attempts to get lent memory back while others hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,7 @@ class Passes:
         self._copy = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._per_token = 0.0
         self._lent = 0
+        self._retry_s = 0.0
         self._refilling = False
         self._staging = False
         self.counts = {"decode_passes": 0, "prompt_passes": 0, "staged_passes": 0, "lendings": 0}
@@ -82,62 +88,60 @@ class Passes:
     @contextmanager
     def bracket(self, tokens: int) -> Iterator[None]:
         """Around one forward pass."""
-        if tokens < self.threshold:
-            self.counts["decode_passes" if tokens <= MAX_DECODE_ROWS else "prompt_passes"] += 1
+        if tokens <= MAX_DECODE_ROWS:
+            self.counts["decode_passes"] += 1
             yield
             return
-        base = self._begin(tokens)
+        staged = tokens >= self.threshold
+        self._make_room(tokens, 2 * self._settings.stage_bytes if staged and not self._rt.has_staging else 0)
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        if staged:
+            self._rt.begin_prompt(self._settings.stage_bytes, self.stream, int(self._copy.cuda_stream))
+            self._staging = True
+        self.counts["staged_passes" if staged else "prompt_passes"] += 1
         try:
             yield
         finally:
-            self._staging = False
-            self._rt.finish_prompt()
-        self._measure(tokens, base)
-
-    def _begin(self, tokens: int) -> int:
-        self._make_room(tokens)
-        torch.cuda.reset_peak_memory_stats()
-        base = torch.cuda.memory_allocated()
-        self._rt.begin_prompt(self._settings.stage_bytes, self.stream, int(self._copy.cuda_stream))
-        self._staging = True
-        self.counts["staged_passes"] += 1
-        return int(base)
-
-    def _measure(self, tokens: int, base: int) -> None:
-        used = torch.cuda.max_memory_allocated() - base
-        self._per_token = max(self._per_token, used / tokens)
+            if staged:
+                self._staging = False
+                self._rt.finish_prompt()
+        self._per_token = max(self._per_token, (torch.cuda.max_memory_allocated() - base) / tokens)
 
     def _need(self, tokens: int) -> int:
-        guess = activation_bytes(tokens, self._hidden, self._top_k)
-        measured = int(self._per_token * tokens * 1.1) + (256 << 20) if self._per_token else guess
-        return measured
+        """Activations of a pass: the guess until a pass was measured, then that with a tenth on top."""
+        if not self._per_token or tokens < _MEASURED_FROM:
+            return activation_bytes(tokens, self._hidden, self._top_k)
+        return int(self._per_token * tokens * 1.1) + (256 << 20)
 
-    def _make_room(self, tokens: int) -> None:
-        """Lend slots until activations and staging fit beside the reserve, within the elastic limit."""
+    def _make_room(self, tokens: int, staging: int) -> None:
+        """Lend slots until activations and staging fit beside half the reserve, within the elastic limit."""
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        staging = 0 if self._rt.has_staging else 2 * self._settings.stage_bytes
-        need = self._need(tokens)
         free = torch.cuda.mem_get_info()[0] - self._settings.reserve_bytes // 2
+        need = self._need(tokens)
         short = staging + max(need - cached, 0) - free
         if short <= 0:
             return
-        if cached > need // 4:  # the driver must get the allocator's leftovers before staging is allocated
+        if staging:  # the driver must get the allocator's leftovers before it can hand out staging
             torch.cuda.empty_cache()
+            short = staging + need - (torch.cuda.mem_get_info()[0] - self._settings.reserve_bytes // 2)
         limit = max(self._settings.elastic_bytes - self._lent, 0)
-        lent = self._rt.lend(min(short, limit), self.stream) if limit else 0
+        lent = self._rt.lend(min(short, limit), self.stream) if limit and short > 0 else 0
         if lent:
             self._lent += lent
             self.counts["lendings"] += 1
 
     def between(self, prompts_left: bool) -> bool:
         """Take lent slots back once no prompt is being read, and refill; True while there is more to do."""
-        if self._lent and not prompts_left:
+        if prompts_left:
+            return False
+        if self._lent and time.monotonic() >= self._retry_s:
             self._rt.free_staging()
             torch.cuda.empty_cache()
-            self._rt.take_back(self.stream)
-            self._lent = 0
+            self._lent = max(0, self._lent - self._rt.take_back(self.stream) * self._rt.slot_bytes)
+            self._retry_s = time.monotonic() + _RETRY_S
             self._refilling = True
-        if self._refilling and not prompts_left:
+        if self._refilling:
             self._refilling = self._rt.refill(REFILL_AT_ONCE, self.stream, int(self._copy.cuda_stream)) > 0
         return self._refilling
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +29,17 @@ def pin_path(arch: str, chosen: Path | None) -> Path | None:
     return shipped if shipped.is_file() else None
 
 
-def autotuners() -> Iterator[tuple[str, Any]]:
-    """(name, Autotuner) of every autotuned kernel of the vendored KDA code."""
+def autotuners() -> dict[str, Any]:
+    """Kernel name -> Autotuner of every autotuned kernel of the vendored KDA code."""
     package = importlib.import_module(PACKAGE)
-    seen: set[int] = set()
+    found: dict[str, Any] = {}
     for info in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{PACKAGE}.{info.name}")
-        for name, value in vars(module).items():
+        for value in vars(module).values():
             tuner = _tuner_in(value)
-            if tuner is not None and id(tuner) not in seen:
-                seen.add(id(tuner))
-                yield f"{info.name}.{name}", tuner
+            if tuner is not None:
+                found[_kernel_name(tuner)] = tuner
+    return found
 
 
 def _tuner_in(value: Any) -> Any:
@@ -52,6 +51,14 @@ def _tuner_in(value: Any) -> Any:
     return None
 
 
+def _kernel_name(tuner: Any) -> str:
+    """Name of the Python function under the decorators."""
+    function = tuner
+    while hasattr(function, "fn"):
+        function = function.fn
+    return str(function.__name__)
+
+
 def _config(config: Any) -> dict[str, Any]:
     return {"kwargs": dict(config.kwargs), "num_warps": config.num_warps, "num_stages": config.num_stages}
 
@@ -59,7 +66,7 @@ def _config(config: Any) -> dict[str, Any]:
 def read_picks() -> dict[str, list[dict[str, Any]]]:
     """What the kernels run with now, for those that ran."""
     picks: dict[str, list[dict[str, Any]]] = {}
-    for name, tuner in autotuners():
+    for name, tuner in autotuners().items():
         rows = [{"key": list(key), **_config(config)} for key, config in tuner.cache.items()]
         if rows:
             picks[name] = sorted(rows, key=lambda row: json.dumps(row, sort_keys=True))
@@ -84,7 +91,7 @@ def apply_pins(path: Path, arch: str) -> int:
         raise ConfigError(f"{path}: not a file of Triton picks ({e})") from None
     if document.get("arch") != arch:
         raise ConfigError(f"{path}: picks for {document.get('arch')}, this GPU is {arch}; make one with 'glm53 pin'")
-    tuners = dict(autotuners())
+    tuners = autotuners()
     count = 0
     for name, rows in picks.items():
         if name not in tuners:

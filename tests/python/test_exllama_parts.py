@@ -1,0 +1,316 @@
+"""Pieces of the GPU engine: hooks, arenas, budgets, sampling, warm start file, Triton pins."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from exllama_helpers import TINY, use_fakes
+
+from glm53 import _core, hooks
+from glm53.checkpoint import Checkpoint
+from glm53.engine.exllama import pins, warm
+from glm53.engine.exllama.jobs import ROUND_TOKENS, score_rows, token_budget
+from glm53.engine.exllama.passes import activation_bytes, stage_threshold
+from glm53.engine.exllama.sampling import make_filter, make_sampler, penalise
+from glm53.engine.protocol import SamplingParams
+from glm53.errors import CheckpointError, ConfigError, DeviceError, EngineError
+from glm53.runtime import PARTS, ExpertStore
+
+
+@pytest.fixture
+def exllamav3(monkeypatch: pytest.MonkeyPatch) -> Any:
+    use_fakes(monkeypatch)
+    return hooks.import_exllamav3()
+
+
+def make_model(exllamav3: Any) -> Any:
+    model = exllamav3.Model.from_config(exllamav3.Config.from_directory(str(TINY)))
+    model.load()
+    return model
+
+
+def test_another_version_or_signature_is_refused(exllamav3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["exllamav3.version"], "__version__", "1.6.0")
+    with pytest.raises(DeviceError, match=r"exllamav3 1\.6\.0 is installed, glm53 is made for 1\.5\.1"):
+        hooks.verify_module(exllamav3)
+    monkeypatch.undo()
+
+
+def test_a_changed_signature_names_the_function(exllamav3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exllamav3.Model, "prefill", lambda self, ids: None)
+    with pytest.raises(DeviceError, match=r"Model\.prefill\(self, ids\) is not the one of"):
+        hooks.verify_module(exllamav3)
+
+
+def test_without_exllamav3_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "exllamav3", None)
+    with pytest.raises(DeviceError, match=r"pip install 'glm53\[cuda\]'"):
+        hooks.import_exllamav3()
+
+
+def test_patch_calls_the_hooks_and_undo_restores_everything(exllamav3: Any) -> None:
+    model = make_model(exllamav3)
+    routed, brackets = [], []
+
+    @contextmanager
+    def bracket(tokens: int) -> Any:
+        brackets.append(tokens)
+        yield
+
+    originals = [m.routing_fn for m in model.moe]
+    patch = hooks.Patch(model, model.moe, lambda layer, rows, selected, params: routed.append((layer, rows)), bracket)
+    patch.install()
+    with pytest.raises(EngineError, match="patched already"):
+        hooks.Patch(model, model.moe, lambda *a: None, lambda n: nullcontext()).install()
+    model.forward(input_ids=torch.tensor([[1, 2, 3]]), params={})
+    model.prefill(torch.tensor([[1, 2]]))
+    layers = len(model.moe)
+    assert routed == [(i, 3) for i in range(layers)] + [(i, 2) for i in range(layers)]
+    assert brackets == [3, 2]
+    patch.undo()
+    patch.undo()
+    assert [m.routing_fn for m in model.moe] == originals
+    assert not {"forward", "prefill"} & set(vars(model))
+    model.forward(torch.tensor([[1]]))
+    assert len(brackets) == 2
+
+
+def test_a_patch_that_fails_half_way_is_taken_back(exllamav3: Any) -> None:
+    model = make_model(exllamav3)
+    original = model.moe[0].routing_fn
+    broken = SimpleNamespace()  # has no routing_fn
+    with pytest.raises(AttributeError):
+        hooks.Patch(model, [model.moe[0], broken], lambda *a: None, lambda n: nullcontext()).install()
+    assert model.moe[0].routing_fn is original
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cpu_split_first": 3}, "through address tables"),
+        ({"bc": None}, "through address tables"),
+        ({"num_experts_per_tok": 9}, "at most 8"),
+    ],
+)
+def test_layers_that_bypass_the_tables_are_refused(exllamav3: Any, change: dict[str, Any], message: str) -> None:
+    model = make_model(exllamav3)
+    hooks.verify_layers(model.moe, 16)
+    for name, value in change.items():
+        setattr(model.moe[1], name, value)
+    with pytest.raises(EngineError, match=message):
+        hooks.verify_layers(model.moe, 16)
+
+
+def test_trellis_source_answers_routed_experts_only(exllamav3: Any) -> None:
+    stc = exllamav3.Config.from_directory(str(TINY)).stc
+    mine = torch.zeros(3, dtype=torch.int16)
+    asked = []
+
+    def answer(layer: int, expert: int, part: str) -> Any:
+        asked.append((layer, expert, part))
+        return None if layer == 2 else mine
+
+    base = "model.language_model.layers"
+    with hooks.TrellisSource(stc, answer) as source:
+        assert stc.get_tensor(f"{base}.1.mlp.experts.7.up_proj.trellis", "cuda:0") is mine
+        assert stc.get_tensor(f"{base}.2.mlp.experts.0.gate_proj.trellis") is not mine
+        assert stc.get_tensor(f"{base}.1.mlp.experts.7.up_proj.suh").dtype == torch.float16
+        assert stc.get_tensor(f"{base}.1.mlp.shared_experts.up_proj.trellis") is not mine
+        with pytest.raises(EngineError, match="patched already"), hooks.TrellisSource(stc, answer):
+            pass
+    assert asked == [(1, 7, "up"), (2, 0, "gate")]
+    assert source.answered == 1
+    assert "get_tensor" not in vars(stc)
+
+
+def test_arenas_hold_every_expert_once_where_the_layout_says() -> None:
+    with Checkpoint.open(TINY) as checkpoint:
+        seen = []
+        store = ExpertStore(checkpoint, _core.HostDevice(), lambda stage, fraction: seen.append(fraction))
+        store.finish()
+        for layer in store.layers:
+            arena = store.arena(layer)
+            assert arena.state == "sealed"
+            for linear in checkpoint.experts(layer):
+                at = linear.expert * store.layout.stride + store.layout.offsets[PARTS.index(linear.which)]
+                stored = arena.view(at, linear.trellis.nbytes)
+                assert np.array_equal(stored, checkpoint.read(linear.trellis.name).view(np.uint8).reshape(-1))
+    assert max(seen) == 1.0
+
+
+def test_page_locking_that_fails_says_how_to_allow_it() -> None:
+    device = _core.HostDevice()
+    device.fail_pin_after(2)
+    with Checkpoint.open(TINY) as checkpoint:
+        store = ExpertStore(checkpoint, device, lambda stage, fraction: None)
+        with pytest.raises(DeviceError, match=r"page-locking .* failed: .*memlock"):
+            store.finish()
+    store.abandon()
+    del store
+    assert device.pinned_bytes == 0
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    real = os.stat
+
+    def other_time(path: Any, **kwargs: Any) -> Any:
+        found = real(path, **kwargs)
+        if str(path).endswith(".safetensors"):
+            return SimpleNamespace(st_size=found.st_size, st_mtime_ns=found.st_mtime_ns - 1)
+        return found
+
+    with Checkpoint.open(TINY) as checkpoint:
+        monkeypatch.setattr("glm53.runtime.os.stat", other_time)
+        store = ExpertStore(checkpoint, _core.HostDevice(), lambda stage, fraction: None)
+        with pytest.raises(CheckpointError, match="trellis"):
+            store.finish()
+
+
+def test_token_budget_fits_the_kv_cache_and_long_answers_come_in_rounds() -> None:
+    assert token_budget(10, 100, 8192) == (100, None)
+    assert token_budget(8000, 1000, 8192) == (191, None)
+    assert token_budget(5, 3000, 4096) == (3000, None)
+    most, at_a_time = token_budget(1000, 100_000, 131_072)
+    assert (most, at_a_time) == (100_000, ROUND_TOKENS)
+
+
+def test_long_passes_are_staged_and_decode_never_is() -> None:
+    assert stage_threshold(288, 8, None) == 1152
+    assert stage_threshold(16, 4, 0) == 9
+    assert 4.0e9 < activation_bytes(8192, 4096, 8) < 5.5e9
+
+
+def test_penalties_count_the_answer_and_repetition_sees_the_prompt() -> None:
+    logits = torch.tensor([[1.0, -1.0, 2.0, 0.5]])
+    past = torch.tensor([[0, 1, 2, 2]])  # two of prompt, two of answer
+    p = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0)
+    row = penalise(logits, past, 2, p)
+    assert row.tolist() == [[0.5, -2.0, 1.0 - 0.5 - 0.5, 0.5]]
+    assert logits[0, 2] == 2.0
+
+
+def test_sampler_steps_follow_the_documented_order(exllamav3: Any) -> None:
+    def names(p: SamplingParams) -> list[str]:
+        return [type(s).__name__ for s in make_sampler(exllamav3, p, 3).steps]
+
+    assert names(SamplingParams(temperature=0.0)) == ["SS_Argmax"]
+    assert names(SamplingParams(top_p=1.0)) == ["SS_Temperature", "SS_Sample"]
+    every = SamplingParams(top_k=5, top_p=0.9, min_p=0.1, presence_penalty=1.0, logit_bias={3: -1.0})
+    assert names(every) == [
+        "SS_LogitBias", "Penalties", "SS_Temperature", "SS_TopK", "SS_TopP", "SS_MinP", "SS_Sample",
+    ]  # fmt: skip
+
+
+def test_constraint_masks_every_step_and_hears_every_token(exllamav3: Any) -> None:
+    heard: list[int] = []
+
+    class Even:
+        def allowed(self, size: int) -> Any:
+            return np.arange(size) % 2 == 0 if not heard else None
+
+        def accept(self, token_id: int) -> None:
+            heard.append(token_id)
+
+    grammar = make_filter(exllamav3, None, Even(), 4)
+    assert grammar.get_next_logit_mask().tolist() == [[0.0, -np.inf, 0.0, -np.inf]]
+    grammar.accept_token(2)
+    assert grammar.get_next_logit_mask().tolist() == [[0.0] * 4]
+    assert heard == [2]
+
+
+def test_score_rows_are_log_softmax_with_the_best_of_the_real_vocabulary() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, 9.0]])
+    score = score_rows(logits, [1], 2, 3)[0]
+    wanted = logits.log_softmax(-1)[0]
+    assert score.logprob == pytest.approx(float(wanted[1]))
+    assert [i for i, _ in score.top] == [2, 1]
+
+
+def test_heat_file_round_trip_and_refusals(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, heat = tmp_path / "a" / "heat.npz", np.arange(6, dtype=np.uint16)
+    assert warm.load(path, "k", 6) is None
+    warm.save(path, "k", heat)
+    warm.save(path, "k", heat[::-1].copy())
+    found = warm.load(path, "k", 6)
+    assert found is not None
+    assert found.tolist() == [5, 4, 3, 2, 1, 0]
+    assert [p.name for p in path.parent.iterdir()] == ["heat.npz"]
+    assert not caplog.records
+    assert warm.load(path, "other", 6) is None
+    assert warm.load(path, "k", 7) is None
+    path.write_bytes(b"not a zip")
+    assert warm.load(path, "k", 6) is None
+    assert len(caplog.records) == 3
+
+
+def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A package with one autotuned kernel under two decorators, as Triton builds them."""
+    choices = [SimpleNamespace(kwargs={"BV": v}, num_warps=4, num_stages=2) for v in (32, 64)]
+
+    def kernel() -> None: ...
+
+    tuner = type("Autotuner", (), {"__module__": "triton.runtime.autotuner"})()
+    tuner.configs, tuner.cache = choices, {}
+    tuner.fn = type("JITFunction", (), {"__module__": "triton.runtime.jit"})()
+    tuner.fn.fn = kernel
+    top = type("Heuristics", (), {"__module__": "triton.runtime.autotuner"})()
+    top.fn = tuner
+    package, module = ModuleType("fakefla"), ModuleType("fakefla.kda")
+    package.__path__ = []
+    module.kernel = top  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fakefla", package)
+    monkeypatch.setitem(sys.modules, "fakefla.kda", module)
+    monkeypatch.setattr(pins, "PACKAGE", "fakefla")
+    monkeypatch.setattr(pins.pkgutil, "iter_modules", lambda path: [SimpleNamespace(name="kda")])
+    return tuner
+
+
+def test_pins_are_written_from_what_ran_and_applied_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner = fake_kernels(monkeypatch)
+    key = (64, False, "torch.bfloat16")
+    tuner.cache[key] = tuner.configs[1]
+    path = tmp_path / "sm_86.json"
+    assert pins.write_pins(path, "sm_86", "1.5.1", "3.6.0") == 1
+    tuner.cache.clear()
+    assert pins.apply_pins(path, "sm_86") == 1
+    assert tuner.cache == {key: tuner.configs[1]}
+
+
+def test_pins_for_another_gpu_or_an_impossible_choice_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_kernels(monkeypatch)
+    path = tmp_path / "p.json"
+    row = {"key": [1], "kwargs": {"BV": 128}, "num_warps": 4, "num_stages": 2}
+    for picks, message in (({"kernel": [row]}, "cannot run with"), ({"gone": [row]}, "no kernel gone")):
+        path.write_text(json.dumps({"arch": "sm_90", "picks": picks}))
+        with pytest.raises(ConfigError, match=message):
+            pins.apply_pins(path, "sm_90")
+    with pytest.raises(ConfigError, match="this GPU is sm_86"):
+        pins.apply_pins(path, "sm_86")
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="not a file of Triton picks"):
+        pins.apply_pins(path, "sm_90")
+    with pytest.raises(ConfigError, match="no file"):
+        pins.pin_path("sm_90", tmp_path / "missing.json")
+    assert pins.pin_path("sm_00", None) is None
+
+
+def test_the_shipped_pins_name_their_architecture_and_kernels() -> None:
+    for path in pins.PIN_DIR.glob("*.json"):
+        document = json.loads(path.read_text())
+        assert document["arch"] == path.stem
+        assert document["exllamav3"] == hooks.VERSION
+        assert {"chunk_gla_fwd_kernel_o", "recompute_w_u_fwd_kda_kernel"} <= set(document["picks"])
+        for rows in document["picks"].values():
+            assert all({"key", "kwargs", "num_warps", "num_stages"} == set(row) for row in rows)
