@@ -52,6 +52,9 @@ struct Kernels {
     void (*gemv[kMaxBits - kMinBits + 1])(const Gemv* gemv);  // by K - kMinBits
     // y (128 floats) := Hadamard(y + offset) / sqrt(128) * svh (128 fp16 bits)
     void (*rotate_out)(float* y, float offset, const uint16_t* svh);
+    // gate (128 floats) := min(silu(gate), limit) * clamp(up, -limit, limit), exllamav3's order; limit 0: no clamp.
+    // NaN stays NaN.
+    void (*swiglu)(float* gate, const float* up, float limit);
 };
 
 extern const Kernels kScalarKernels;

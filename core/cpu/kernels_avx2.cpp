@@ -6,8 +6,8 @@
 // Eight tile rows (one block of activations) are summed in registers per pass.
 #include <immintrin.h>
 
+#include "cpu/block_avx2.h"
 #include "cpu/kernels.h"
-#include "cpu/rotate_avx2.h"
 #include "exl3/constants.h"
 
 namespace glm53::cpu {
@@ -267,6 +267,6 @@ float quantise(const float* x, const uint16_t* suh, Activations* out, int row, i
 
 }  // namespace
 
-const Kernels kAvx2Kernels = {"avx2", 2, quantise, {gemv<2>, gemv<3>, gemv<4>}, rotate_out_avx2};
+const Kernels kAvx2Kernels = {"avx2", 2, quantise, {gemv<2>, gemv<3>, gemv<4>}, rotate_out_avx2, swiglu_avx2};
 
 }  // namespace glm53::cpu

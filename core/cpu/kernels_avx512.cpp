@@ -9,8 +9,8 @@
 #include <immintrin.h>
 #include <string.h>
 
+#include "cpu/block_avx2.h"
 #include "cpu/kernels.h"
-#include "cpu/rotate_avx2.h"
 #include "exl3/constants.h"
 
 namespace glm53::cpu {
@@ -274,6 +274,6 @@ float quantise(const float* x, const uint16_t* suh, Activations* out, int row, i
 
 }  // namespace
 
-const Kernels kAvx512Kernels = {"avx512", 1, quantise, {gemv<2>, gemv<3>, gemv<4>}, rotate_out_avx2};
+const Kernels kAvx512Kernels = {"avx512", 1, quantise, {gemv<2>, gemv<3>, gemv<4>}, rotate_out_avx2, swiglu_avx2};
 
 }  // namespace glm53::cpu

@@ -96,8 +96,20 @@ void rotate_out(float* y, float offset, const uint16_t* svh) {
     for (int i = 0; i < kBlock; ++i) y[i] *= exl3::kHadamardScale * half_to_float(svh[i]);
 }
 
+void swiglu(float* gate, const float* up, float limit) {
+    for (int i = 0; i < kBlock; ++i) {
+        float g = gate[i] / (1.0f + std::exp(-gate[i]));
+        float u = up[i];
+        if (limit > 0.0f) {
+            g = g > limit ? limit : g;
+            u = u > limit ? limit : u < -limit ? -limit : u;
+        }
+        gate[i] = g * u;
+    }
+}
+
 }  // namespace
 
-const Kernels kScalarKernels = {"scalar", 1, quantise, {gemv<2>, gemv<3>, gemv<4>}, rotate_out};
+const Kernels kScalarKernels = {"scalar", 1, quantise, {gemv<2>, gemv<3>, gemv<4>}, rotate_out, swiglu};
 
 }  // namespace glm53::cpu

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <stdexcept>
 #include <string>
 
@@ -32,19 +31,6 @@ ThreadPool make_pool(int threads, std::span<const int> cpus) {
         return ThreadPool(cpus);
     }
     return ThreadPool(threads == 0 ? default_threads() : threads);
-}
-
-// The SwiGLU of GLM in exllamav3's order: the gate is clamped after silu, up on both sides. NaN stays NaN.
-void swiglu(float* gate, const float* up, int count, float limit) {
-    for (int i = 0; i < count; ++i) {
-        float g = gate[i] / (1.0f + std::exp(-gate[i]));
-        float u = up[i];
-        if (limit > 0.0f) {
-            g = g > limit ? limit : g;
-            u = u > limit ? limit : u < -limit ? -limit : u;
-        }
-        gate[i] = g * u;
-    }
 }
 
 float total(const float* values, int64_t count) {
@@ -250,7 +236,7 @@ void CpuMoe::compute_slices(const ExpertTable& table, const MoeCall& call, const
             float* up = scratch.up.data() + r * inter + b * kBlock;
             kernels_.rotate_out(gate, gate_offset, expert.gate.svh + b * kBlock);
             kernels_.rotate_out(up, up_offset, expert.up.svh + b * kBlock);
-            swiglu(gate, up, kBlock, table.limit());
+            kernels_.swiglu(gate, up, table.limit());
             offsets[r] += kernels_.quantise(gate, expert.down.suh + b * kBlock, &down, r, b);
         }
     }

@@ -244,6 +244,38 @@ TEST_CASE("rotate_out") {
     }
 }
 
+TEST_CASE("swiglu: the gate is clamped after silu, up on both sides, NaN survives") {
+    for (const std::string& name : cpu::available_isas()) {
+        CAPTURE(name);
+        for (const float limit : {0.0f, 2.0f, 10.0f}) {
+            for (int step = 0; step < 4; ++step) {
+                std::vector<float> gate(128);
+                std::vector<float> up(128);
+                for (int i = 0; i < 128; ++i) {
+                    gate[static_cast<size_t>(i)] = static_cast<float>(i - 64 + step * 0.25) * (step == 3 ? 3.0f : 0.3f);
+                    up[static_cast<size_t>(i)] = static_cast<float>((i * 37 % 128) - 64) * 0.4f;
+                }
+                std::vector<float> actual = gate;
+                cpu::select_kernels(name).swiglu(actual.data(), up.data(), limit);
+                for (size_t i = 0; i < 128; ++i) {
+                    double g = gate[i] / (1 + std::exp(-double{gate[i]}));
+                    double u = up[i];
+                    if (limit > 0) {
+                        g = std::min(g, double{limit});
+                        u = std::clamp(u, -double{limit}, double{limit});
+                    }
+                    CHECK(std::fabs(actual[i] - g * u) <= 4e-7 * std::fabs(g * u) + 1e-30);
+                }
+            }
+        }
+        std::vector<float> gate(128, 1.0f);
+        std::vector<float> up(128, 1.0f);
+        gate[3] = up[9] = std::nanf("");
+        cpu::select_kernels(name).swiglu(gate.data(), up.data(), 10.0f);
+        for (size_t i = 0; i < 128; ++i) CHECK(std::isnan(gate[i]) == (i == 3 || i == 9));
+    }
+}
+
 TEST_CASE("choosing kernels") {
     CHECK(cpu::available_isas().back() == "scalar");
     CHECK(cpu::select_kernels("auto").name == cpu::available_isas().front());

@@ -1,5 +1,5 @@
-// Hadamard rotation and int16 rounding of 128-channel blocks with AVX2.
-#include "cpu/rotate_avx2.h"
+// Hadamard rotation, int16 rounding and SwiGLU of 128-channel blocks with AVX2.
+#include "cpu/block_avx2.h"
 
 #include <immintrin.h>
 
@@ -73,7 +73,38 @@ inline int32_t round_block(const __m256 v[kVectors], __m256 inverse, int16_t* ou
     return horizontal_sum(sum);
 }
 
+// exp(x) to about 1e-7 for x <= 88; below -87 the result stays at exp(-87). 2^n times a Taylor polynomial of
+// exp(r), r = x - n ln 2, |r| <= ln 2 / 2; ln 2 in two parts so that n ln 2 loses nothing.
+inline __m256 exponential(__m256 x) {
+    x = _mm256_max_ps(_mm256_set1_ps(-87.0f), _mm256_min_ps(_mm256_set1_ps(88.0f), x));  // NaN passes both
+    const __m256 n =
+        _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693145752f), x);
+    r = _mm256_fnmadd_ps(n, _mm256_set1_ps(1.42860677e-6f), r);
+    __m256 p = _mm256_set1_ps(1.0f / 5040);
+    constexpr float kInverseFactorials[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+    for (const float c : kInverseFactorials) {
+        p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(c));
+    }
+    const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(p, _mm256_castsi256_ps(power));
+}
+
 }  // namespace
+
+void swiglu_avx2(float* gate, const float* up, float limit) {
+    const __m256 one = _mm256_set1_ps(1.0f);
+    const __m256 high = _mm256_set1_ps(limit > 0.0f ? limit : __builtin_inff());
+    const __m256 low = _mm256_sub_ps(_mm256_setzero_ps(), high);
+    for (int i = 0; i < kBlock; i += 8) {
+        const __m256 g = _mm256_loadu_ps(gate + i);
+        const __m256 denominator = _mm256_add_ps(one, exponential(_mm256_sub_ps(_mm256_setzero_ps(), g)));
+        // min and max return their second operand where either is NaN.
+        const __m256 silu = _mm256_min_ps(high, _mm256_div_ps(g, denominator));
+        const __m256 u = _mm256_max_ps(low, _mm256_min_ps(high, _mm256_loadu_ps(up + i)));
+        _mm256_storeu_ps(gate + i, _mm256_mul_ps(silu, u));
+    }
+}
 
 float quantise_block_avx2(const float* x, const uint16_t* suh, int16_t* values, int32_t* bias, float* scale) {
     __m256 v[kVectors];
