@@ -12,7 +12,6 @@ alone, it is bit for bit the same. Batching would buy a factor of 1.6 at four st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,27 +20,12 @@ import torch
 import torch.nn.functional as F
 
 from ...checkpoint import ModelConfig
+from .fused import fuse, rms_norm
+from .kda import Kda, KdaModule
 from .prefill import extend_pools
 from .state import KdaState, MlaState, StreamState
 
 F32 = npt.NDArray[np.float32]
-
-
-def fuse(modules: Sequence[Any], last: tuple[Any, str] | None = None) -> torch.Tensor:
-    """One weight holding the rows of the modules' weights (and of one named parameter); they become views of it."""
-    places = [(m, "weight") for m in modules] + ([last] if last else [])
-    weight = torch.cat([getattr(m, name) for m, name in places])
-    at = 0
-    for m, name in places:
-        n = getattr(m, name).shape[0]
-        setattr(m, name, torch.nn.Parameter(weight[at : at + n], requires_grad=False))
-        at += n
-    return weight
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension."""
-    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class HyperConnection:
@@ -84,41 +68,6 @@ class HyperConnection:
         return out
 
 
-class KdaDecode:
-    """Kimi delta attention of one token. Source: glm5_next `LinearAttention`, `recurrent_kimi_delta_attention`."""
-
-    def __init__(self, module: Any, config: ModelConfig) -> None:
-        self._m, self._c = module, config
-        gate = module.forget_gate
-        self._in = fuse([module.q_proj, module.k_proj, module.v_proj, gate.f_a_proj, module.g_a_proj, module.b_proj])
-        self._out: torch.Tensor = module.o_proj.weight
-        w, d = config.kda_dim, config.kda_head_dim
-        self._split = [3 * w, d, d, config.kda_num_heads]
-        self._conv = module.conv1d.weight[:, 0]
-        self._rate = torch.exp(gate.A_log).repeat_interleave(d)
-        self._rate_dt = self._rate * gate.dt_bias
-
-    def __call__(self, x: torch.Tensor, state: StreamState, layer: int) -> torch.Tensor:
-        """x (1, hidden) -> (1, hidden); advances the layer's conv and recurrent states."""
-        c, m, kda = self._c, self._m, state.layers[layer]
-        assert isinstance(kda, KdaState)
-        heads, d = c.kda_num_heads, c.kda_head_dim
-        qkv, f, gate, b = torch.split_with_sizes(F.linear(x, self._in), self._split, -1)
-        f = m.forget_gate.f_b_proj(f)
-        decay = torch.addcmul(self._rate_dt, self._rate, f).sigmoid_().mul_(c.kda_gate_lower_bound).exp_()
-        gate = m.g_b_proj(gate).view(heads, d).sigmoid_()
-        window = kda.conv[0]
-        window.copy_(torch.cat([window[:, 1:], qkv.T], dim=1))
-        q, k, v = F.silu(torch.mul(window, self._conv).sum(-1)).view(3, heads, 1, d).unbind(0)
-        q = q / torch.sqrt(q.square().sum(-1, keepdim=True) + 1e-6) * d**-0.5
-        k = k / torch.sqrt(k.square().sum(-1, keepdim=True) + 1e-6)
-        memory = kda.recurrent[0].mul_(decay.view(heads, d, 1))
-        delta = (v - torch.bmm(k, memory)).mul_(torch.sigmoid(b).view(heads, 1, 1))
-        memory.baddbmm_(k.transpose(1, 2), delta)
-        out = torch.bmm(q, memory).squeeze(1)
-        return F.linear((rms_norm(out, m.o_norm.weight, c.rms_norm_eps) * gate).view(1, -1), self._out)
-
-
 class MlaDecode:
     """Absorbed sparse MLA of one token. Source: glm5_next `Attention` and `Indexer`."""
 
@@ -137,10 +86,9 @@ class MlaDecode:
         kv = module.kv_b_proj.weight.view(c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
         self._key, self._value = kv[:, : c.qk_nope_head_dim], kv[:, c.qk_nope_head_dim :].transpose(1, 2)
 
-    def __call__(self, x: torch.Tensor, state: StreamState, layer: int) -> torch.Tensor:
-        """x (1, hidden) -> (1, hidden); appends to the layer's latents, keys and pools."""
-        c, m, index, mla, n = self._c, self._m, self._m.indexer, state.layers[layer], state.length
-        assert isinstance(mla, MlaState)
+    def __call__(self, x: torch.Tensor, mla: MlaState, n: int) -> torch.Tensor:
+        """x (1, hidden) -> (1, hidden); appends row `n` to the layer's latents, keys and pools."""
+        c, m, index = self._c, self._m, self._m.indexer
         q_low, latent, key, head_weights, gate = torch.split_with_sizes(F.linear(x, self._in), self._split, -1)
         q_low = rms_norm(q_low, m.q_a_layernorm.weight, c.rms_norm_eps)
         key = F.layer_norm(key, key.shape[-1:], index.k_norm.weight, index.k_norm.bias, index.k_norm.eps)
@@ -198,16 +146,27 @@ class _Layer:
         self._eps, self._index = config.rms_norm_eps, index
         self._attn_hc, self._ffn_hc = (HyperConnection(m, config) for m in (module.attn_hc, module.ffn_hc))
         self._attn_norm, self._ffn_norm = module.input_layernorm.weight, module.post_attention_layernorm.weight
-        attention = KdaDecode if config.layer_types[index] == "linear_attention" else MlaDecode
-        self._attention: KdaDecode | MlaDecode = attention(module.self_attn, config)
+        if config.layer_types[index] == "linear_attention":
+            self._attention: Kda | MlaDecode = Kda(module.self_attn, config)
+            module.self_attn = KdaModule(self._attention, index)
+        else:
+            self._attention = MlaDecode(module.self_attn, config)
         self._mlp = MlpDecode(module.mlp, config, config.mlp_layer_types[index] == "sparse")
 
     def __call__(self, streams: torch.Tensor, state: StreamState) -> torch.Tensor:
         post, comb, x = self._attn_hc(streams)
-        y = self._attention(rms_norm(x, self._attn_norm, self._eps), state, self._index)
+        y = self._attend(rms_norm(x, self._attn_norm, self._eps), state)
         streams = torch.addmm(post * y, comb, streams)
         post, comb, x = self._ffn_hc(streams)
         return torch.addmm(post * self._mlp(rms_norm(x, self._ffn_norm, self._eps)), comb, streams)
+
+    def _attend(self, x: torch.Tensor, state: StreamState) -> torch.Tensor:
+        own = state.layers[self._index]
+        if isinstance(self._attention, Kda):
+            assert isinstance(own, KdaState)
+            return self._attention.decode(x, own)
+        assert isinstance(own, MlaState)
+        return self._attention(x, own, state.length)
 
 
 class Decoder:

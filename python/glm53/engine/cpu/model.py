@@ -25,7 +25,8 @@ from .experts import ExpertStore, RoutedExperts, layer_bytes
 from .state import StreamState
 
 _DENSE_BYTES_PER_THREAD = 512 << 20
-"""Weights read per token below which a second torch thread costs more in barriers than it gains."""
+"""Dense weights for which one more torch thread pays; below, its spinning barriers cost more than it gains, and on a
+busy machine ten times more. The expert kernels have their own threads."""
 
 
 def ram_needed(checkpoint: Checkpoint) -> int:
@@ -46,7 +47,6 @@ class CpuModel:
         self, checkpoint: Checkpoint, threads: int, progress: Progress, trace: Path | None = None, isa: str = "auto"
     ) -> None:
         self.config: ModelConfig = checkpoint.config
-        self.threads = threads
         require_ram(ram_needed(checkpoint), f"loading {checkpoint.path}")
         self._store = ExpertStore(checkpoint, progress)
         model = glm5_next.build(checkpoint, progress)
@@ -58,9 +58,9 @@ class CpuModel:
             experts = RoutedExperts(self._moe, table)
             self._text.layers[i].mlp.experts = experts
             self._experts.append(experts)
-        self._decoder = Decoder(model, self.config)
         dense = sum(p.nbytes for p in model.parameters())
-        self._decode_threads = max(1, min(threads, dense // _DENSE_BYTES_PER_THREAD))
+        self._torch_threads = max(1, min(threads, dense // _DENSE_BYTES_PER_THREAD))
+        self._decoder = Decoder(model, self.config)
         self.rows = 0
         self._trace = _Trace(trace, self._experts, self.config) if trace and self._experts else None
 
@@ -75,7 +75,7 @@ class CpuModel:
 
     def prefill(self, state: StreamState, ids: Sequence[int]) -> torch.Tensor:
         """Feed tokens to one stream. Returns hidden rows (tokens, hidden) for `logits`."""
-        torch.set_num_threads(self.threads)
+        torch.set_num_threads(self._torch_threads)
         hidden = prefill.run(self._text, state, torch.tensor(ids))
         self._count(len(ids), is_prefill=True)
         return hidden
@@ -86,7 +86,7 @@ class CpuModel:
 
     def step(self, states: Sequence[StreamState], ids: Sequence[int]) -> torch.Tensor:
         """Feed one token to each stream. Returns logits (streams, vocabulary) float32."""
-        torch.set_num_threads(self._decode_threads)
+        torch.set_num_threads(self._torch_threads)
         logits = torch.stack([self._decoder.step(s, i) for s, i in zip(states, ids, strict=True)])
         self._count(len(ids), is_prefill=False)
         return logits

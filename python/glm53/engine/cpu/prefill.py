@@ -1,4 +1,4 @@
-"""Many tokens of one stream through transformers' own decoder layers, on our state.
+"""Many tokens of one stream through transformers' own decoder layers, on our state (KDA is ours, see kda.py).
 
 `StateCache` answers the few calls glm5_next makes to its cache; rows are written into the stream's preallocated
 buffers instead of being concatenated.
@@ -31,7 +31,8 @@ class StateCache:
         self._state, self._start, self._end = state, state.length, state.length + rows
         self.layers: list[Any] = [None] * len(state.layers)
 
-    def _kda(self, layer: int) -> KdaState:
+    def kda(self, layer: int) -> KdaState:
+        """State of a KDA layer."""
         x = self._state.layers[layer]
         assert isinstance(x, KdaState)
         return x
@@ -40,25 +41,6 @@ class StateCache:
         x = self._state.layers[layer]
         assert isinstance(x, MlaState)
         return x
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
-        """(1, 3 * kda_dim, kernel), updated in place by single-token calls."""
-        return self._kda(layer_idx).conv
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
-        """(1, heads, head_dim, head_dim)."""
-        return self._kda(layer_idx).recurrent
-
-    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
-        """Append inputs (1, 3 * kda_dim, rows); returns them with the earlier ones before them."""
-        state = self._kda(layer_idx).conv
-        full = torch.cat([state, conv_states], dim=-1)
-        state.copy_(full[..., -state.shape[-1] :])
-        return full
-
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, **_: Any) -> None:
-        """Replace the state."""
-        self._kda(layer_idx).recurrent.copy_(recurrent_states)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, **_: Any
