@@ -6,6 +6,7 @@ systemd-nspawn and a package mirror that apt on this machine knows. The containe
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -53,6 +54,9 @@ def build(folder: Path) -> Path:
     if not (root / "usr/bin/pip3").exists():
         shutil.rmtree(root, ignore_errors=True)
         run("debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(root), mirror())
+    stamp, inputs = folder / "installed", source_hash()
+    if stamp.exists() and stamp.read_text() == inputs:
+        return root
     shutil.rmtree(folder / "dist", ignore_errors=True)
     run(str(ROOT / "packaging/build.sh"), "--cuda", "off", "--python", sys.executable, "--out", str(folder / "dist"))
     wheel = next((folder / "dist").glob("*.whl"))
@@ -74,7 +78,18 @@ def build(folder: Path) -> Path:
         f"/opt/wheels/{wheel.name}",
     )
     run("chroot", str(root), "pip3", "install", "-q", *options, f"/opt/wheels/{wheel.name}[cpu]")
+    stamp.write_text(inputs)
     return root
+
+
+def source_hash() -> str:
+    """Changes whenever something that goes into the wheel does."""
+    digest = hashlib.sha256()
+    for name in ("core", "python", "server", "systemd", "CMakeLists.txt", "pyproject.toml", "packaging/build.sh"):
+        for path in sorted((ROOT / name).rglob("*")) if (ROOT / name).is_dir() else [ROOT / name]:
+            if path.is_file() and path.suffix != ".pyc":
+                digest.update(str(path).encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 class Container:
@@ -131,7 +146,7 @@ class Container:
 
     def journal(self) -> str:
         """The service's journal so far."""
-        return self.call("journalctl", "-u", "glm53", "-o", "short-monotonic", "--no-pager")
+        return self.call("journalctl", "-b", "-u", "glm53", "-o", "short-monotonic", "--no-pager")
 
     def close(self) -> None:
         """Power off."""
