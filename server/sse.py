@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from types import TracebackType
 
 from aiohttp import web
@@ -71,7 +72,8 @@ class SseResponse:
                     self._drop(now - self._blocked_since)
                     return
             elif now - self._last_s >= self._options.ping_s - pause:
-                await self.write(self._ping)
+                with suppress(ConnectionResetError):  # the handler is about to learn of it
+                    await self.write(self._ping)
 
     def _drop(self, seconds: float) -> None:
         log.warning("%s: the client took nothing for %.0f s; dropped", self._request[REQUEST_ID], seconds)

@@ -72,7 +72,7 @@ def test_b39_disconnect_during_decode(start: Start, streamed: bool) -> None:
     s = live.raw(chat_request({"stream": streamed}))
     live.until(lambda st: st["engine"]["completion_tokens"] > 3)
     s.close()
-    live.until(lambda st: st["running"] == 0 and not st["requests"], 1)
+    live.until(lambda st: st["running"] == 0 and not st["requests"], 3)
     assert live.stats()["engine"]["cancelled"] == 1
 
 
@@ -82,7 +82,7 @@ def test_b39_disconnect_during_prefill(start: Start, streamed: bool) -> None:
     s = live.raw(chat_request({"stream": streamed}))
     live.until(lambda st: st["running"] == 1)
     s.close()
-    live.until(lambda st: st["running"] == 0 and not st["requests"], 1)
+    live.until(lambda st: st["running"] == 0 and not st["requests"], 3)
     assert live.chat().message["content"] == "next"
 
 
@@ -94,9 +94,9 @@ def test_b39_disconnect_while_queued(start: Start, streamed: bool) -> None:
     second = live.raw(chat_request({"stream": streamed}))
     live.until(lambda st: st["waiting"] == 1)
     second.close()
-    live.until(lambda st: st["waiting"] == 0 and len(st["requests"]) == 1, 1)
+    live.until(lambda st: st["waiting"] == 0 and len(st["requests"]) == 1, 3)
     first.close()
-    live.until(lambda st: st["running"] == 0 and not st["requests"], 1)
+    live.until(lambda st: st["running"] == 0 and not st["requests"], 3)
 
 
 def test_many_clients_that_leave_early_cost_nothing(start: Start) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -69,7 +70,8 @@ async def browser(profile: Path, width: int, height: int) -> AsyncIterator[Page]
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
     command += [f"--user-data-dir={profile}", f"--window-size={width},{height}", "about:blank"]
     silent = asyncio.subprocess.DEVNULL
-    process = await asyncio.create_subprocess_exec(*command, stdout=silent, stderr=silent)
+    environment = {**os.environ, "TMPDIR": str(profile.parent)}
+    process = await asyncio.create_subprocess_exec(*command, stdout=silent, stderr=silent, env=environment)
     try:
         port_file = profile / "DevToolsActivePort"
         async with asyncio.timeout(60):
