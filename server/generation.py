@@ -43,11 +43,17 @@ class Choice:
     stream: TokenStream
     parser: OutputParser
     read_only: bool
+    constraint: Constraint | None = None
 
     async def events(self) -> AsyncIterator[list[Event]]:
-        """Events as they come, never an empty list; the last one ends with Done. Raises EngineError."""
+        """Events as they come, never an empty list; the last one ends with Done.
+
+        Raises EngineError, or RequestError if the request's own grammar gave up.
+        """
         parser = self.parser
         async for delta in deltas(self.stream):
+            if self.constraint is not None and self.constraint.failure is not None:
+                raise self.constraint.failure
             if self.read_only:
                 if delta.finish:
                     yield parser.finish(Finish("length"))
@@ -86,7 +92,7 @@ def submit(job: Job, works: Sequence[Work], decoding: Decoding) -> list[Choice]:
     ]
     streams = job.submit(requests)
     return [
-        Choice(index, stream, work.parser, work.max_tokens == 0)
+        Choice(index, stream, work.parser, work.max_tokens == 0, work.constraint)
         for index, (stream, work) in enumerate(zip(streams, works, strict=True))
     ]
 

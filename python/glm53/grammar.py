@@ -6,7 +6,8 @@ the grammar may end.
 
 Threads: `Grammars` is shared and only read after construction; each constraint belongs to one stream and is advanced by
 the engine's thread. Cost with 155,000 tokens: a second for `Grammars`, milliseconds to compile, a
-mask mostly under 0.1 ms and up to 10 ms where free text begins.
+mask mostly under 0.1 ms and up to 10 ms where free text begins. A client's grammar cannot stop the engine: its size is
+limited, its first mask is computed while compiling, and one that gives up later ends its own answer (`failure`).
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from .chat import Tool
 from .chat.segments import SPECIAL_NAMES
 from .engine.protocol import Constraint
-from .errors import EngineError, RequestError
+from .errors import RequestError
 from .tokenizer import Tokenizer
 
 # Unbounded blank space between JSON tokens is a trap: a model that likes newlines never leaves it.
 WHITESPACE = {"whitespace_pattern": r"[\x20\x0A]{0,32}"}
 TEXT_RULES = "TEXT: /(?s:.*)/ & ~/(?s:.*)<\\/arg_value>(?s:.*)/\nKEY: /[^<>\\s]{1,128}/\n"
 END_THINK = b"</think>"
+# A tenth of llguidance's own limits: a mask must cost the engine's thread milliseconds, whatever a client sends.
+LIMITS = LLParserLimits(initial_lexer_fuel=100_000, step_lexer_fuel=20_000)
 
 Mask = NDArray[np.bool_]
 
@@ -78,7 +81,7 @@ class Grammars:
             self._check(_json_grammar(or_schema, "response_format"), "response_format")
         for typed in (True, False):
             grammar = self._tool_grammar(tools, parallel, or_schema, typed)
-            if not LLMatcher.validate_grammar(grammar, self._ll):
+            if not LLMatcher.validate_grammar(grammar, self._ll, limits=LIMITS):
                 break
         return self._compile(grammar, stop_ids, "tools")
 
@@ -123,13 +126,22 @@ class Grammars:
         return f"<[{self.tokenizer.special_id(name)}]>"
 
     def _check(self, grammar: str, param: str) -> None:
-        if error := LLMatcher.validate_grammar(grammar, self._ll):
-            reason = " ".join(error.split())[:300]
-            raise RequestError(f"Invalid '{param}': {reason}", param=param, code="unsupported_grammar")
+        if error := LLMatcher.validate_grammar(grammar, self._ll, limits=LIMITS):
+            raise _unsupported(error, param)
 
     def _compile(self, grammar: str, stop_ids: frozenset[int], param: str) -> Constraint:
         self._check(grammar, param)
-        return _GrammarConstraint(LLMatcher(self._ll, grammar, log_level=0), self._eos, self._not_text, stop_ids)
+        matcher = LLMatcher(self._ll, grammar, log_level=0, limits=LIMITS)
+        constraint = _GrammarConstraint(matcher, self._eos, self._not_text, stop_ids, param)
+        constraint.allowed(self.tokenizer.size)
+        if constraint.failure:
+            raise constraint.failure
+        return constraint
+
+
+def _unsupported(reason: str, param: str) -> RequestError:
+    text = " ".join(reason.split())[:300]
+    return RequestError(f"Invalid '{param}': {text}", param=param, code="unsupported_grammar")
 
 
 def _json_grammar(schema: Mapping[str, Any], param: str) -> str:
@@ -176,27 +188,36 @@ def _never_string(schema: object, root: Mapping[str, Any], seen: set[str], depth
 
 
 class _GrammarConstraint:
-    """An llguidance matcher as a Constraint. States: running -> ended (a stop id was drawn)."""
+    """An llguidance matcher as a Constraint. States: running -> ended (a stop id was drawn), or running -> failed
+    (`failure` is set; only the end of the answer is allowed)."""
 
-    def __init__(self, matcher: LLMatcher, eos: int, not_text: NDArray[np.intp], stop_ids: frozenset[int]) -> None:
+    def __init__(
+        self, matcher: LLMatcher, eos: int, not_text: NDArray[np.intp], stop_ids: frozenset[int], param: str
+    ) -> None:
+        self.failure: RequestError | None = None
         self._matcher = matcher
         self._eos = eos
         self._not_text = not_text
         self._stop_ids = stop_ids | {eos}
+        self._param = param
         self._ended = False
 
     def allowed(self, vocab_size: int) -> Mask | None:
         if self._ended:
             return None
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        mask = _sized(np.unpackbits(bits, bitorder="little").astype(np.bool_), vocab_size)
-        mask[self._not_text[self._not_text < vocab_size]] = False
-        may_end = self._matcher.is_accepting()
-        for i in self._stop_ids:
-            if i < vocab_size:
-                mask[i] = may_end
-        if not mask.any():
-            raise EngineError(f"the grammar allows no further token: {self._matcher.get_error()[:200] or 'dead end'}")
+        if self.failure is None:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            mask = _sized(np.unpackbits(bits, bitorder="little").astype(np.bool_), vocab_size)
+            mask[self._not_text[self._not_text < vocab_size]] = False
+            may_end = self._matcher.is_accepting()
+            for i in self._stop_ids:
+                if i < vocab_size:
+                    mask[i] = may_end
+            if mask.any() and not self._matcher.is_error():
+                return mask
+            self._fail("no text can follow")
+        mask = np.zeros(vocab_size, dtype=np.bool_)
+        mask[[i for i in self._stop_ids if i < vocab_size]] = True
         return mask
 
     def accept(self, token_id: int) -> None:
@@ -204,8 +225,12 @@ class _GrammarConstraint:
             return
         if token_id in self._stop_ids:
             self._ended = True
-        elif not self._matcher.consume_token(token_id):
-            raise EngineError(f"the grammar does not allow the drawn token {token_id}")
+        elif self.failure is None and not self._matcher.consume_token(token_id):
+            self._fail(f"token {token_id} does not fit")
+
+    def _fail(self, otherwise: str) -> None:
+        reason = self._matcher.get_error().partition("\n")[0] or otherwise
+        self.failure = _unsupported(f"it allows no answer, or is too complex ({reason}).", self._param)
 
 
 def _sized(mask: Mask, size: int) -> Mask:
@@ -243,6 +268,11 @@ class ThinkingConstraint:
         self._call_id = tokenizer.special_id("<tool_call>")
         self._think_id = tokenizer.special_id("<think>")
         self._end_id = tokenizer.special_id("</think>")
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why `inner` gave up."""
+        return self._inner.failure if self._inner else None
 
     def allowed(self, vocab_size: int) -> Mask | None:
         if not self._thinking:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from glm53.engine.protocol import Constraint
-from glm53.errors import EngineError, RequestError
+from glm53.errors import RequestError
 from glm53.grammar import Grammars, ThinkingConstraint
 
 from .requests import ChatCall
@@ -45,12 +45,11 @@ def chat_constraint(
 
 def _accept_prefill(grammars: Grammars, constraint: Constraint, text: str) -> None:
     """The message to be continued is the beginning of what the grammar describes."""
-    try:
-        for token_id in grammars.tokenizer.encode(text):
-            constraint.accept(token_id)
-    except EngineError:
+    for token_id in grammars.tokenizer.encode(text):
+        constraint.accept(token_id)
+    if constraint.failure:
         message = "The message to be continued does not begin an answer in the 'response_format'."
-        raise RequestError(message, param="response_format", code="invalid_value") from None
+        raise RequestError(message, param="response_format", code="invalid_value")
 
 
 def _answer_constraint(grammars: Grammars, call: ChatCall, stop_ids: frozenset[int]) -> Constraint | None:

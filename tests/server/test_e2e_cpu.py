@@ -176,6 +176,21 @@ def test_regex(live: LiveServer) -> None:
     assert set(reply.json["text"]) <= {"a", "b"}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_gives_up_is_the_clients_error_and_harms_nobody(live: LiveServer, stream: bool) -> None:
+    sampling = {"regex": "(?:(?:a{100}){100}){100}", "max_new_tokens": 200}
+    if stream:
+        error = live.stream("/generate", {"text": "x", "sampling_params": sampling}).events[-1]["error"]
+    else:
+        reply = live.post("/generate", {"text": "x", "sampling_params": sampling})
+        assert reply.status == 400
+        error = reply.error
+    assert error["code"] == "unsupported_grammar"
+    assert error["param"] == "regex"
+    assert live.get("/health", live.key).status == 200
+    assert live.chat(max_tokens=2).status == 200
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "pick"}}])
 def test_a_forced_tool_call(live: LiveServer, choice: Any) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}

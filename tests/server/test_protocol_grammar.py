@@ -313,3 +313,44 @@ def test_tools_of_the_case_file_compile() -> None:
         ]
     )
     assert grammars().tool_calls(many, STOP) is not None
+
+
+TOO_COMPLEX = "(?:(?:a{100}){100}){100}"
+
+
+def test_a_grammar_that_can_never_answer_is_refused_before_it_reaches_the_engine() -> None:
+    with pytest.raises(RequestError, match="allows no answer") as refused:
+        grammars().regex(r"[^\s\S]", STOP)
+    assert (refused.value.param, refused.value.code) == ("regex", "unsupported_grammar")
+
+
+def test_a_huge_schema_is_refused_by_its_size() -> None:
+    assert grammars().json_schema({"enum": [f"choice {i}" for i in range(3000)]}, STOP)
+    with pytest.raises(RequestError, match="too big"):
+        grammars().json_schema({"enum": ["x" * i for i in range(3000)]}, STOP)
+
+
+def test_a_grammar_that_gives_up_ends_its_answer_and_never_raises() -> None:
+    c = grammars().regex(TOO_COMPLEX, STOP)
+    for _ in range(100):
+        mask = c.allowed(VOCAB)
+        assert mask is not None
+        if c.failure:
+            break
+        c.accept(int(mask.nonzero()[0][-1]))
+    assert isinstance(c.failure, RequestError)
+    assert "too complex" in str(c.failure)
+    mask = c.allowed(VOCAB)
+    assert mask is not None
+    assert set(mask.nonzero()[0].tolist()) == set(STOP)
+    c.accept(7)
+    c.accept(min(STOP))
+    assert c.allowed(VOCAB) is None
+
+
+def test_a_token_the_grammar_forbids_is_its_failure() -> None:
+    c = constraint(thinking=False, response_format=FORMAT)
+    assert c is not None
+    assert c.failure is None
+    c.accept(ids("Sure")[0])
+    assert isinstance(c.failure, RequestError)

@@ -35,7 +35,13 @@ class SamplingParams:
 
 
 class Constraint(Protocol):
-    """A grammar over token ids, advanced by the engine thread for one stream."""
+    """A grammar over token ids, advanced by the engine thread for one stream. Its methods never raise: one stream's
+    grammar must not stop the engine. With `failure` set it allows nothing but the end of the answer."""
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the grammar gave up, to be raised to the client; None as long as it holds."""
+        ...
 
     def allowed(self, vocab_size: int) -> Any:
         """Bool mask of shape (vocab_size,) as a numpy array, or None while nothing is constrained."""
