@@ -367,10 +367,51 @@ def test_close_ends_streams_and_is_idempotent() -> None:
         return await task
 
     answer = asyncio.run(scenario())
-    assert answer.finish is not None and answer.finish.reason in ("error", "cancelled")
+    assert answer.finish == Finish("cancelled")
     e.close()
     with pytest.raises(EngineError, match="shutting down"):
         run(e, request())
+    with pytest.raises(EngineError, match="shutting down"):
+        e._scheduler.add(None)  # a submit that passed its check just before the end
+
+
+def test_scores_end_with_the_engine() -> None:
+    e = load(prefill_chunk=32)
+
+    async def scenario() -> None:
+        task = asyncio.create_task(e.score(random_ids(1800, 1), 0))
+        await reached(lambda: e.stats()["score_tokens"] > 0)
+        await asyncio.to_thread(e.close)
+        with pytest.raises(EngineError, match="shutting down"):
+            await task
+
+    asyncio.run(scenario())
+    assert e.stats()["score_tokens"] < 1800
+
+
+def test_a_cancelled_score_stops(engine: CpuEngine) -> None:
+    before = engine.stats()["score_tokens"]
+
+    async def scenario() -> None:
+        task = asyncio.create_task(engine.score(random_ids(1900, 2), 0))
+        await reached(lambda: engine.stats()["score_tokens"] > before)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+    run(engine, request(n=3))
+    assert engine.stats()["score_tokens"] - before < 1900
+
+
+def test_no_room_for_a_state_ends_only_that_stream(engine: CpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room() -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(engine._model, "new_state", no_room)
+    assert run(engine, request(random_ids(9, 99))).finish == Finish("error", error="MemoryError: no room")
+    monkeypatch.undo()
+    assert len(run(engine, request(n=3)).ids) == 3
 
 
 def test_load_refuses_a_bad_folder_and_too_little_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -137,3 +138,23 @@ def test_native_experts_serve_every_routed_pick() -> None:
 def test_bundled_checkpoint_loads() -> None:
     logits = full_logits(cpu_model(BUNDLED), [1, 2, 3])
     assert logits.shape[0] == 3 and torch.isfinite(logits).all()
+
+
+def test_gpu_packages_are_kept_out_of_transformers(tmp_path: Path) -> None:
+    for name, function in (("fla", "chunk_kda"), ("causal_conv1d", "causal_conv1d_fn")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"def {function}(*a, **k): raise SystemExit('GPU code')\n")
+    code = (
+        "import inspect, sys\n"
+        "from glm53.engine.cpu.glm5_next import modeling\n"
+        "m = modeling()\n"
+        "for f in (m.chunk_kimi_delta_attention, m.causal_conv1d_fn):\n"
+        "    assert inspect.getclosurevars(f).nonlocals['is_new_implementation'] is False, f\n"
+        "assert 'fla' not in sys.modules\n"
+        "import fla, causal_conv1d\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, env=env, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

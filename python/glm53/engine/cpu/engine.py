@@ -21,9 +21,9 @@ import torch
 from ...checkpoint import Checkpoint
 from ...errors import EngineError, PromptTooLong, RequestError
 from ...tokenizer import Tokenizer
-from ..protocol import EngineInfo, GenerationRequest, Progress, TokenScore
+from ..protocol import EngineInfo, Finish, GenerationRequest, Progress, TokenScore
 from ..stream import QueuedStream
-from .jobs import Generation, Scoring, check_ids
+from .jobs import Generation, Scoring, bad_id
 from .model import CpuModel
 from .prefix import PrefixCache
 from .scheduler import Scheduler
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 PREFILL_CHUNK = 128
 PREFIX_CACHE_BYTES = 1 << 30
 _IDLE_WAIT_S = 0.25
+_SHUTTING_DOWN = "the engine is shutting down"
 
 
 class CpuEngine:
@@ -103,19 +104,14 @@ class CpuEngine:
         future: Future[list[TokenScore]] = Future()
         self._scheduler.add(Scoring([int(i) for i in ids], top, self.info.vocab_size, self._model.new_state(), future))
         self._wake.set()
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            if future.cancelled() and (self._closing or self._dead):
-                raise EngineError(self._dead or "the engine is shutting down") from None
-            raise
+        return await asyncio.wrap_future(future)
 
     def _check(self, ids: Sequence[int], needed: int) -> None:
         if not ids:
             raise RequestError("the prompt is empty", param="messages")
         if needed > self.info.context:
             raise PromptTooLong(len(ids), self.info.context)
-        bad = check_ids(ids, self._model.config.vocab_size)
+        bad = bad_id(ids, self._model.config.vocab_size)
         if bad is not None:
             raise RequestError(f"token id {bad} is outside the vocabulary (0..{self._model.config.vocab_size - 1})")
 
@@ -123,7 +119,7 @@ class CpuEngine:
         if self._dead:
             raise EngineError(f"the engine has stopped: {self._dead}")
         if self._closing:
-            raise EngineError("the engine is shutting down")
+            raise EngineError(_SHUTTING_DOWN)
 
     def stats(self) -> dict[str, Any]:
         """Counters: streams, tokens, prefix cache, and what the native experts served."""
@@ -147,5 +143,8 @@ class CpuEngine:
             self._dead = " ".join(f"{type(e).__name__}: {e}".split())
             log.critical("the engine thread ended", exc_info=e)
         finally:
-            self._scheduler.fail_all(self._dead or "the engine is shutting down")
+            if self._dead:
+                self._scheduler.end_all(f"the engine has stopped: {self._dead}", Finish("error", error=self._dead))
+            else:
+                self._scheduler.end_all(_SHUTTING_DOWN, Finish("cancelled"))
             self._model.close()

@@ -2,7 +2,8 @@
 
 `from_pretrained` on an EXL3 folder warns and runs with random weights, so parameters are created empty ("meta") and
 assigned from our strict reader; any parameter left over is an error. Packages that transformers prefers when they can
-be imported (fla, causal_conv1d) are kept out: they are GPU code.
+be imported (fla, causal_conv1d) are GPU code: they are hidden from its import, and the functions they would replace
+belong to KDA, which is ours (kda.py).
 """
 
 from __future__ import annotations
@@ -46,9 +47,7 @@ def _no_advice(record: logging.LogRecord) -> bool:
 
 
 def modeling() -> Any:
-    """transformers' glm5_next module with its pure torch functions. Raises EngineError where that cannot be had."""
-    if _MODULE in sys.modules and any(sys.modules.get(name) is not None for name in _GPU_PACKAGES):
-        raise EngineError(f"{' / '.join(_GPU_PACKAGES)} was loaded before the CPU engine, which cannot use it")
+    """transformers' glm5_next module, imported on its pure torch functions. Raises EngineError without transformers."""
     logging.getLogger("transformers.integrations.hub_kernels").addFilter(_no_advice)
     try:
         with _without_gpu_packages():

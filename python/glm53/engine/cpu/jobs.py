@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from ...tokenizer import Tokenizer
@@ -110,6 +111,8 @@ class Scoring:
             self.scores.append(TokenScore(token, logprob, best_logprobs(row, self.size, self.top)))
 
 
-def check_ids(ids: Sequence[int], size: int) -> int | None:
+def bad_id(ids: Sequence[int], size: int) -> int | None:
     """The first id outside 0..size-1, or None."""
-    return next((int(i) for i in ids if not 0 <= i < size), None)
+    row = np.asarray(ids, np.int64)
+    bad = np.flatnonzero((row < 0) | (row >= size))
+    return int(row[bad[0]]) if bad.size else None

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ...errors import EngineError
 from ..protocol import Finish
 from .jobs import Generation, Scoring
 from .model import CpuModel
@@ -36,17 +37,20 @@ class Scheduler:
         self._scorings: deque[Scoring] = deque()
         self._active: list[Generation] = []
         self._prefilled = 0
+        self._ended = ""
         self.beat_s = time.monotonic()
         self.counts: Counter[str] = Counter()
 
     def add(self, job: Generation | Scoring) -> None:
-        """Queue a job (any thread)."""
+        """Queue a job (any thread). Raises EngineError once everything has been ended."""
         with self._lock:
+            if self._ended:
+                raise EngineError(self._ended)
             if isinstance(job, Generation):
                 self._waiting.append(job)
             else:
                 self._scorings.append(job)
-        self.counts["requests"] += 1
+            self.counts["requests"] += 1
 
     def counters(self) -> dict[str, Any]:
         """Numbers for /stats (any thread)."""
@@ -82,18 +86,20 @@ class Scheduler:
                 break
         return worked
 
-    def fail_all(self, message: str) -> None:
-        """End everything with an error."""
+    def end_all(self, message: str, finish: Finish) -> None:
+        """End everything and take nothing more; `message` is what later callers are told."""
         with self._lock:
+            self._ended = message
             jobs = [*self._active, *self._waiting]
             scorings = list(self._scorings)
             self._active.clear()
             self._waiting.clear()
             self._scorings.clear()
         for job in jobs:
-            job.end(Finish("cancelled") if job.cancelled else Finish("error", error=message))
+            job.end(Finish("cancelled") if job.cancelled else finish)
         for scoring in scorings:
-            scoring.future.cancel()
+            if scoring.future.set_running_or_notify_cancel():
+                scoring.future.set_exception(EngineError(message))
 
     def _drop_cancelled(self) -> None:
         with self._lock:
@@ -115,7 +121,10 @@ class Scheduler:
                     return
                 job = self._waiting.popleft()
                 self._active.append(job)
-            job.begin(self._prefix.find(job.ids) or self._model.new_state())
+            try:
+                job.begin(self._prefix.find(job.ids) or self._model.new_state())
+            except Exception as e:
+                self._fail(job, e)
             self.counts["cached_tokens"] += job.stream.usage.cached_tokens
 
     def _next_chunk(self, ids: list[int], at: int) -> list[int]:
