@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,10 @@ _READERS = 4
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ARENA_ALIGN) * ARENA_ALIGN
+
+
+Place = tuple[int, int, int, int, int, int]
+"""Address and size in bytes of an expert linear's trellis, suh and svh."""
 
 
 def layer_bytes(linears: list[ExpertLinear]) -> int:
@@ -66,7 +70,7 @@ class ExpertStore:
                 raise CheckpointError(f"{x.trellis.file}: {x.trellis.name}: {e}") from e
         return table
 
-    def _read(self, arena: Any, linear: ExpertLinear) -> tuple[int, ...]:
+    def _read(self, arena: Any, linear: ExpertLinear) -> Place:
         """Address and size of trellis, suh and svh after reading them."""
         place: list[int] = []
         for info in (linear.trellis, linear.suh, linear.svh):
@@ -77,7 +81,7 @@ class ExpertStore:
             except RuntimeError as e:
                 raise CheckpointError(f"{info.file}: {info.name}: {e}; load it again") from e
             place += (arena.address + at, info.nbytes)
-        return tuple(place)
+        return cast(Place, tuple(place))
 
 
 class RoutedExperts(nn.Module):
