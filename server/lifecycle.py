@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.client_exceptions import ClientConnectionResetError
 from aiohttp.http_exceptions import HttpProcessingError
 
 from glm53.engine.protocol import Engine, Progress
@@ -38,8 +39,11 @@ LOG_EVERY_S = 5.0
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """aiohttp logs a traceback for every malformed request or body; strangers must not be able to fill the log."""
+    """aiohttp logs a traceback for every malformed request or body, and for every client that leaves between its
+    request and the reply's headers; strangers must not be able to fill the log."""
     error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, ClientConnectionResetError):
+        return False  # the request's own line has it already, as status 499
     if isinstance(error, HttpProcessingError | web.RequestPayloadError):
         record.exc_info = record.exc_text = None
         record.levelno, record.levelname = logging.INFO, "INFO"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import socket
 import statistics
+import struct
 import threading
 import time
 from itertools import pairwise
@@ -111,6 +113,17 @@ def test_many_clients_that_leave_early_cost_nothing(start: Start) -> None:
     assert stats["memory"]["process_bytes"] - before < 50e6
     out = live.chat_stream()
     assert out.choice()["content"] == "x" * 500
+
+
+def test_b39_a_reset_before_the_headers_leaves_no_traceback(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    live = start()
+    reset = struct.pack("ii", 1, 0)  # close() sends RST
+    for streamed in (True, False) * 30:
+        s = live.raw(chat_request({"stream": streamed}))
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        s.close()
+    live.until(lambda st: not st["requests"])
+    assert not [r for r in caplog.records if r.exc_info or r.levelno >= logging.WARNING]
 
 
 def test_b41_a_reader_that_stops_is_dropped_and_hinders_nobody(start: Start) -> None:
