@@ -12,7 +12,8 @@
 // States     Ready -> Prompt (begin_prompt) -> Ready (finish_prompt, also after a failed pass). Between download and
 //            upload the host owns the policy state; every public call leaves it with the device.
 // Threads    one, the one that queues the forward passes; `compute` is always its stream.
-// Costs      decode and prompt: one call, one or two launches. begin_prompt, lend, take_back, refill, stats: two copies
+// Costs      decode and prompt: one call, one or two launches. enter_layer waits for the layer's copies to be issued.
+// begin_prompt, lend, take_back, refill, stats: two copies
 //            of the policy state (100 KiB) and a wait for `compute`, so they belong between forward passes.
 #pragma once
 #include <cstdint>
@@ -23,6 +24,7 @@
 #include "cache/expert_cache.h"
 #include "cuda/expert_step.h"
 #include "memory/host_arena.h"
+#include "memory/stage_feeder.h"
 #include "memory/staging.h"
 
 namespace glm53 {
@@ -60,7 +62,7 @@ class ExpertRuntime {
     void begin_prompt(std::size_t stage_bytes, StreamHandle compute, StreamHandle copy);
     void enter_layer(int layer, const std::int64_t* picks, int n, int rows);
     void finish_prompt();
-    bool in_prompt() const { return staging_active_; }
+    bool in_prompt() const { return feeder_ != nullptr; }
     bool has_staging() const { return staging_ != nullptr; }
     void free_staging();  // gives the buffers' memory back; not during a long prompt
 
@@ -95,7 +97,7 @@ class ExpertRuntime {
     std::int64_t* mirror(int region, int layer, int part) const;
     void write_tables(int region, int layer, StreamHandle compute);
     void queue_layer(int layer);
-    std::size_t stage_run(int layer, int first, int count);
+    void image_staged(int layer, const std::vector<StagePiece>& pieces);
 
     const std::shared_ptr<Device> device_;
     const ExpertRuntimeConfig config_;
@@ -104,9 +106,9 @@ class ExpertRuntime {
     std::unique_ptr<HostArena> mirrors_;  // pinned images of all tables: [staged, restored]
     std::unique_ptr<DeviceMemory> memory_;
     std::unique_ptr<StagingBuffers> staging_;
+    std::unique_ptr<StageFeeder> feeder_;  // during a long prompt
     StreamHandle compute_ = nullptr, copy_ = nullptr;
-    bool staging_active_ = false;
-    int entered_ = -1, queued_ = -1;
+    int entered_ = -1;
     RuntimeStats totals_;
 };
 

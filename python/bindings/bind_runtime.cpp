@@ -153,8 +153,8 @@ void bind_expert_runtime(nb::module_& m) {
             [](ExpertRuntime& r, int layer, std::uintptr_t picks, int n, int rows) {
                 r.enter_layer(layer, picks_at(picks), n, rows);
             },
-            "layer"_a, "picks"_a, "n"_a, "rows"_a)
-        .def("finish_prompt", &ExpertRuntime::finish_prompt)
+            "layer"_a, "picks"_a, "n"_a, "rows"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("finish_prompt", &ExpertRuntime::finish_prompt, nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("in_prompt", &ExpertRuntime::in_prompt)
         .def_prop_ro("has_staging", &ExpertRuntime::has_staging)
         .def("free_staging", &ExpertRuntime::free_staging)
