@@ -24,10 +24,10 @@ from glm53.tokenizer import Tokenizer
 from .calls import CallBuilder
 from .channels import Channels
 from .events import Done, DoneReason, Event
+from .scanner import Scanner
 from .tags import (
     AFTER_KEY,
     AFTER_VALUE,
-    BLANK,
     CALL,
     IN_KEY,
     IN_VALUE,
@@ -40,7 +40,6 @@ from .tags import (
     THINK_END_OR_CALL,
     THINK_START,
     VISIBLE_NAMES,
-    Tags,
     is_name_prefix,
 )
 
@@ -83,11 +82,7 @@ class OutputParser:
         self._out = Channels(stop, keep_tokens)
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._undecoded: list[Token] = []
-        self._buf = ""
-        self._pos = 0
-        self._base = 0  # text offset of _buf[0]
-        self._final = False
-        self._blank: list[str] = []
+        self._text = Scanner()
         self._key: list[str] = []
         self._candidate = ""
         self._calls = 0
@@ -108,7 +103,7 @@ class OutputParser:
 
     def feed(self, tokens: Sequence[Token]) -> list[Event]:
         """Events of these tokens; nothing once `stopped`."""
-        if self.stopped or self._final:
+        if self.stopped or self._text.final:
             return []
         pieces: list[str] = []
         for token in tokens:
@@ -120,19 +115,19 @@ class OutputParser:
                 pieces.append(piece)
         self.tokens += len(tokens)
         if pieces:
-            self._buf += "".join(pieces)
+            self._text.extend("".join(pieces))
             self._run()
         return self._out.take()
 
     def finish(self, finish: Finish) -> list[Event]:
         """The rest, and Done. Nothing when called again."""
-        if self._final:
+        if self._text.final:
             return []
-        self._final = True
+        self._text.final = True
         if not self.stopped:
             tail = self._decode(b"", True)
             self._out.spans.place(self._undecoded, len(tail))
-            self._buf += tail
+            self._text.extend(tail)
             self._run()
         natural = self.stopped or finish.reason == "stop"
         if not self.stopped:
@@ -158,17 +153,9 @@ class OutputParser:
         return finish.reason
 
     def _run(self) -> None:
-        while self._pos < len(self._buf) and not self.stopped and self._step():
+        while self._text.more and not self.stopped and self._step():
             pass
-        if self._pos:
-            self._base += self._pos
-            self._buf = self._buf[self._pos :] if self._pos < len(self._buf) else ""
-            self._pos = 0
-
-    @property
-    def _at(self) -> int:
-        """Text offset of the position."""
-        return self._base + self._pos
+        self._text.compact()
 
     def _stop(self, offset: int) -> None:
         """Nothing behind `offset` shows or counts."""
@@ -177,68 +164,30 @@ class OutputParser:
 
     def _emit_content(self, text: str) -> None:
         """Content that ends at the position."""
-        self._out.content(text, self._at)
+        self._out.content(text, self._text.offset)
         if self._out.stopped_at is not None:
             self._stop(self._out.stopped_at)
 
-    # -- states: each consumes from _buf at _pos; False = wait for more text -------------------------------------
-
-    def _find(self, tags: Tags) -> tuple[str, str]:
-        """Move past the text before the next tag and past the tag; returns both. Tag "" = none in the buffer."""
-        buf, start = self._buf, self._pos
-        first = buf.find("<", start)
-        if first < 0:
-            self._pos = len(buf)
-            return (buf[start:] if start else buf), ""
-        if match := tags.pattern.search(buf, first):
-            self._pos = match.start()
-            return buf[start : self._pos], match[0]
-        end = len(buf)
-        if not self._final:
-            cut = buf.rfind("<", max(start, end - tags.longest + 1))
-            if cut >= 0 and tags.may_start(buf[cut:]):
-                end = cut
-        self._pos = end
-        return buf[start:end], ""
-
-    def _here(self, tags: Tags) -> str | None:
-        """After blank space (kept in `_blank`): the tag at the position, "" for other text, None to wait for more."""
-        if match := BLANK.match(self._buf, self._pos):
-            self._blank.append(match[0])
-            self._pos = match.end()
-        if self._pos == len(self._buf):
-            return None
-        if match := tags.pattern.match(self._buf, self._pos):
-            self._pos = match.end()
-            return match[0]
-        rest = self._buf[self._pos : self._pos + tags.longest]
-        return None if not self._final and tags.may_start(rest) else ""
-
-    def _take_blank(self) -> str:
-        text = "".join(self._blank)
-        self._blank.clear()
-        return text
+    # -- states: each consumes from `_text`; False = wait for more text ------------------------------------------
 
     def _raw(self) -> bool:
-        text = self._buf[self._pos :]
-        self._pos = len(self._buf)
-        self._emit_content(text)
+        self._emit_content(self._text.rest())
         return True
 
     def _reasoning_start(self) -> bool:
         """A `<think>` that repeats the prompt's own is dropped."""
-        tag = self._here(THINK_START)
+        tag = self._text.here(THINK_START)
         if tag is None:
             return False
-        blank = self._take_blank()
-        self._out.reasoning("" if tag else blank, self._at)
+        blank = self._text.take_blank()
+        self._out.reasoning("" if tag else blank, self._text.offset)
         self._step = self._reasoning
         return True
 
     def _reasoning(self) -> bool:
-        text, tag = self._find(self._in_reasoning_tags)
-        self._out.reasoning(text, self._at)
-        self._pos += len(tag)
+        text, tag = self._text.find(self._in_reasoning_tags)
+        self._out.reasoning(text, self._text.offset)
+        self._text.position += len(tag)
         if tag == "</think>":
             self._close_thinking()
         elif tag:
@@ -246,36 +195,36 @@ class OutputParser:
         return bool(tag)
 
     def _close_thinking(self) -> None:
-        self._out.reasoning("", self._at)
+        self._out.reasoning("", self._text.offset)
         self._thought = True
         self._step = self._lead
 
     def _lead(self) -> bool:
-        tag = self._here(self._lead_tags)
+        tag = self._text.here(self._lead_tags)
         if tag is None:
             return False
         if tag == "<think>":
-            self._blank.clear()
-            self._out.reasoning("", self._at)
+            self._text.drop_blank()
+            self._out.reasoning("", self._text.offset)
             self._step = self._reasoning
         elif tag == "</think>":
-            self._blank.clear()
-            self._out.skip(self._at)
+            self._text.drop_blank()
+            self._out.skip(self._text.offset)
         elif tag:
             self._open_call(self._lead)
         else:
-            self._emit_content(self._take_blank())
+            self._emit_content(self._text.take_blank())
             self._step = self._content
         return True
 
     def _content(self) -> bool:
         if self._content_tags is None:
             return self._raw()
-        text, tag = self._find(self._content_tags)
+        text, tag = self._text.find(self._content_tags)
         self._emit_content(text)
         if tag and not self.stopped:
-            self._out.flush(self._at)
-            self._pos += len(tag)
+            self._out.flush(self._text.offset)
+            self._text.position += len(tag)
             self._open_call(self._content)
         return bool(tag)
 
@@ -284,12 +233,12 @@ class OutputParser:
         self._step = self._name
 
     def _name(self) -> bool:
-        match = NAME.match(self._buf, self._pos)
+        match = NAME.match(self._text.buffer, self._text.position)
         if match and self._is_callable(match[1]):
-            self._pos = match.end()
+            self._text.position = match.end()
             self._begin_call(match[1])
             self._after_argument(match[2])
-        elif not match and is_name_prefix(self._buf[self._pos : self._pos + NAME_WINDOW]):
+        elif not match and is_name_prefix(self._text.buffer[self._text.position : self._text.position + NAME_WINDOW]):
             return False
         else:
             self._not_a_call()
@@ -303,15 +252,15 @@ class OutputParser:
         """`<tool_call>` was just text; go on behind it."""
         self._step = self._return
         if self._return == self._reasoning:
-            self._out.reasoning("<tool_call>", self._at)
+            self._out.reasoning("<tool_call>", self._text.offset)
         else:
             self._step = self._content
-            self._emit_content(self._take_blank() + "<tool_call>")
+            self._emit_content(self._text.take_blank() + "<tool_call>")
 
     def _begin_call(self, name: str) -> None:
         self._thought = True
-        self._blank.clear()
-        self._out.skip(self._at)
+        self._text.drop_blank()
+        self._out.skip(self._text.offset)
         self._call = CallBuilder(self._out.emit, self._calls, self._new_id(), name, self._tools.get(name))
 
     def _after_argument(self, tag: str) -> None:
@@ -328,17 +277,17 @@ class OutputParser:
         self._call.end()
         self._call = None
         self._calls += 1
-        self._out.skip(self._at)
+        self._out.skip(self._text.offset)
         self._step = self._lead
         if self._single_call:
-            self._stop(self._at)
+            self._stop(self._text.offset)
 
     def _key_text(self) -> bool:
-        text, tag = self._find(IN_KEY)
+        text, tag = self._text.find(IN_KEY)
         self._key.append(text)
-        self._pos += len(tag)
+        self._text.position += len(tag)
         if tag:
-            self._out.skip(self._at)
+            self._out.skip(self._text.offset)
             self._after_key_tag(tag)
         return bool(tag)
 
@@ -352,10 +301,10 @@ class OutputParser:
             self._after_argument(tag)
 
     def _after_key(self) -> bool:
-        tag = self._here(AFTER_KEY)
+        tag = self._text.here(AFTER_KEY)
         if tag is None:
             return False
-        blank = self._take_blank()
+        blank = self._text.take_blank()
         if tag in ("<arg_key>", "</tool_call>"):  # a key without a value
             self._key.clear()
             self._after_argument(tag)
@@ -374,12 +323,12 @@ class OutputParser:
     def _value_text(self, text: str) -> None:
         assert self._call is not None
         self._call.text(text)
-        self._out.skip(self._at)
+        self._out.skip(self._text.offset)
 
     def _value(self) -> bool:
-        text, tag = self._find(IN_VALUE)
+        text, tag = self._text.find(IN_VALUE)
         self._value_text(text)
-        self._pos += len(tag)
+        self._text.position += len(tag)
         if tag:
             self._candidate = tag
             self._step = self._after_value
@@ -387,10 +336,10 @@ class OutputParser:
 
     def _after_value(self) -> bool:
         """`</arg_value>` ends a value only before `<arg_key>`, `</tool_call>` or the end; else it belongs to it."""
-        tag = self._here(AFTER_VALUE[self._candidate])
+        tag = self._text.here(AFTER_VALUE[self._candidate])
         if tag is None:
             return False
-        blank = self._take_blank()
+        blank = self._text.take_blank()
         if tag:
             self._end_value()
             self._after_argument(tag)
@@ -408,19 +357,19 @@ class OutputParser:
     def _end_of_text(self, natural: bool) -> None:
         """Held text finds its place; a call that the model left open counts if it stopped by itself."""
         if self._step == self._reasoning_start:
-            self._out.reasoning(self._take_blank(), self._at)
+            self._out.reasoning(self._text.take_blank(), self._text.offset)
         elif self._step == self._lead and not self._calls:
-            self._emit_content(self._take_blank())
+            self._emit_content(self._text.take_blank())
         elif self._step == self._name and natural:
-            match = NAME_PREFIX.match(self._buf, self._pos)
+            match = NAME_PREFIX.match(self._text.buffer, self._text.position)
             if match and match[1] and self._is_callable(match[1]):
                 self._begin_call(match[1])
                 self._end_call()
             elif self._return == self._reasoning:
-                self._out.reasoning("<tool_call>" + self._buf[self._pos :], self._at)
+                self._out.reasoning("<tool_call>" + self._text.buffer[self._text.position :], self._text.offset)
         elif self._call and natural:
             if self._step in (self._value, self._after_value):
                 self._end_value()
             self._end_call()
         if not self.stopped:
-            self._out.flush(self._at)
+            self._out.flush(self._text.offset)
