@@ -15,7 +15,7 @@ from typing import Any
 
 from ...errors import ConfigError
 
-PIN_DIR = Path(__file__).parent / "pins"
+PIN_DIR = Path(__file__).parent / "triton_pins"
 PACKAGE = "exllamav3.vendor.fla"
 
 
