@@ -128,6 +128,14 @@ def test_expert_offsets_point_at_the_bytes(folder: Path) -> None:
         assert (x.bits, x.codebook) == (3, "mul1")
 
 
+def test_axes_of_length_one_around_the_kda_decay_are_accepted(weights: Path) -> None:
+    name = "model.language_model.layers.0.self_attn.A_log"
+    edit(weights, lambda t: t.update({name: (t[name][0], [1, 1, 4, 1], t[name][2])}))
+    Checkpoint.open(weights.parent).close()
+    edit(weights, lambda t: t.update({name: (t[name][0], [2, 2], t[name][2])}))
+    refuse(weights.parent, name, "shape [2, 2], need [4]")
+
+
 def test_legacy_sign_words_become_scales(weights: Path) -> None:
     key = "model.language_model.layers.0.mlp.up_proj"
     bits = np.random.default_rng(0).integers(0, 2, 256)

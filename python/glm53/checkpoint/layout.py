@@ -17,10 +17,11 @@ EXPERT_LINEARS = ("gate", "up", "down")
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """An unquantised tensor (BF16, F16 or F32)."""
+    """An unquantised tensor (BF16, F16 or F32); `flat` = axes of length 1 may stand around it."""
 
     name: str
     shape: tuple[int, ...]
+    flat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ def _kda(a: str, c: ModelConfig) -> Iterator[Plain | Linear]:
     yield Linear(f"{a}.qkv_proj", h, 3 * w)
     yield Linear(f"{a}.o_proj", w, h)
     yield Plain(f"{a}.conv1d.weight", (3 * w, 1, c.kda_conv_kernel))
-    yield Plain(f"{a}.A_log", (n,))
-    yield Plain(f"{a}.dt_bias", (w,))
+    yield Plain(f"{a}.A_log", (n,), flat=True)
+    yield Plain(f"{a}.dt_bias", (w,), flat=True)
     yield Plain(f"{a}.b_proj.weight", (n, h))
     for name in ("f", "g"):
         yield Plain(f"{a}.{name}_a_proj.weight", (d, h))

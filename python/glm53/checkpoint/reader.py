@@ -118,7 +118,9 @@ class Checkpoint:
         known: set[str] = set()
         for item in expected(self.config):
             if isinstance(item, Plain):
-                self._check(item.name, _FLOATS, item.shape)
+                info = self._check(item.name, _FLOATS, None if item.flat else item.shape)
+                if item.flat and tuple(n for n in info.shape if n != 1) != item.shape:
+                    raise _wrong_shape(info, item.shape)
                 known.add(item.name)
             else:
                 known.update(self._check_linear(item, kernels))
@@ -134,7 +136,7 @@ class Checkpoint:
         if info.dtype not in dtypes:
             raise CheckpointError(f"{info.file}: {name}: dtype {info.dtype}, need {' or '.join(dtypes)}")
         if shape is not None and info.shape != shape:
-            raise CheckpointError(f"{info.file}: {name}: shape {list(info.shape)}, need {list(shape)}")
+            raise _wrong_shape(info, shape)
         return info
 
     def _check_linear(self, linear: Linear, kernels: _Kernels) -> list[str]:
@@ -261,6 +263,10 @@ class Checkpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _wrong_shape(info: TensorInfo, shape: tuple[int, ...]) -> CheckpointError:
+    return CheckpointError(f"{info.file}: {info.name}: shape {list(info.shape)}, need {list(shape)}")
 
 
 def _require_folder(model_dir: Path) -> None:

@@ -144,8 +144,10 @@ def _kda(ck: Checkpoint, a: str) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((f"{a}.{n}_proj.weight", w) for n, w in (("q", q), ("k", k), ("v", v)))
     yield f"{a}.o_proj.weight", dense(ck.linear(f"{a}.o_proj"))
     yield f"{a}.conv1d.weight", _plain(ck, f"{a}.conv1d.weight")
-    for name in ("f_a_proj.weight", "f_b_proj.weight", "dt_bias", "A_log"):
+    for name in ("f_a_proj.weight", "f_b_proj.weight"):
         yield f"{a}.forget_gate.{name}", _plain(ck, f"{a}.{name}")
+    for name in ("dt_bias", "A_log"):
+        yield f"{a}.forget_gate.{name}", _plain(ck, f"{a}.{name}").flatten()
     for name in ("b_proj", "g_a_proj", "g_b_proj", "o_norm"):
         yield f"{a}.{name}.weight", _plain(ck, f"{a}.{name}.weight")
 
