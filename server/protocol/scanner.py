@@ -65,7 +65,7 @@ class Scanner:
         return buffer[start:end], ""
 
     def here(self, tags: Tags) -> str | None:
-        """Pass blank space (kept for `take_blank`), then a tag if there is one: returned; "" = other text, None = wait."""
+        """Pass blank space (kept for `take_blank`) and a tag behind it: the tag, "" for other text, None = wait."""
         if match := BLANK.match(self.buffer, self.position):
             self._blank.append(match[0])
             self.position = match.end()
