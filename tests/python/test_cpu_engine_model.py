@@ -103,6 +103,12 @@ def test_swiglu_clamp_is_the_models() -> None:
     assert kl(reference[150:], decode_logits(model, ids, 150)).median() <= 2e-5
 
 
+@pytest.mark.parametrize("bits", [2, 4])
+def test_other_expert_rates_agree_with_the_oracle(bits: int) -> None:
+    path, ids = checkpoint_dir(esb=1.0, expert_bits=bits), golden("text")[0]
+    assert kl(oracle_logits(path, ids), full_logits(cpu_model(path), ids)).median() <= 2e-5
+
+
 def test_without_the_clamp_the_comparison_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     from glm53.checkpoint import ModelConfig
     from glm53.engine.cpu import experts

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ...checkpoint import Checkpoint
+from ...checkpoint import Checkpoint, available_ram
 from ...errors import EngineError, PromptTooLong, RequestError
 from ...tokenizer import Tokenizer
 from ..protocol import EngineInfo, Finish, GenerationRequest, Progress, TokenScore
@@ -64,6 +64,7 @@ class CpuEngine:
         """Read a checkpoint and start. `threads` 0 = one per usable CPU; `context` 0 = what the model was trained for.
         `isa` names the expert kernels (scalar, avx2, avx512; auto = the best here).
 
+        `prefix_cache_bytes`: most memory for states kept between turns (an eighth of free RAM at most; 0 = off).
         `trace`: an npz that `close` writes, with every routed pick. Raises CheckpointError, ResourceError, EngineError.
         """
         threads = threads or len(os.sched_getaffinity(0))
@@ -82,7 +83,7 @@ class CpuEngine:
             vocab_size=min(tokenizer.size, model.config.vocab_size),
             max_streams=max_streams,
         )
-        prefix = PrefixCache(prefix_cache_bytes)
+        prefix = PrefixCache(min(prefix_cache_bytes, (available_ram() or prefix_cache_bytes * 8) // 8))
         scheduler = Scheduler(model, prefix, max_streams=max_streams, chunk=prefill_chunk)
         return cls(model, tokenizer, info, scheduler)
 
