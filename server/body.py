@@ -18,7 +18,7 @@ FORM = "application/x-www-form-urlencoded"  # what `curl -d` sends unless it is 
 def _check_content_type(request: web.Request) -> None:
     """JSON, nothing or curl's default. text/plain is refused: a web page may send it anywhere without a pre-flight."""
     raw = request.headers.get("Content-Type")
-    if raw is None:
+    if not raw:
         return
     kind = request.content_type.lower()
     if kind == FORM or kind.endswith(("/json", "+json")):

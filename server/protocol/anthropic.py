@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from glm53.chat import ChatOptions, Message, Tool, ToolCall
-from glm53.chat.messages import TOOL_NAME, make_tool, parse_content, parse_part, unique_tools
+from glm53.chat.messages import TOOL_NAME, assistant_turn, make_tool, parse_content, parse_part, unique_tools
 
 from .fields import Fields, missing, refuse, wrong_type
 from .requests import ChatCall, Decoding, RequestDefaults
@@ -193,7 +193,7 @@ def _assistant(content: object, param: str) -> Message:
             calls.append(_tool_use(block, where))
         else:
             texts.append(_text(block, where))
-    return Message("assistant", "".join(texts), "".join(thoughts) if thoughts else None, tuple(calls))
+    return assistant_turn("".join(texts), "".join(thoughts) if thoughts else None, tuple(calls))
 
 
 def _tool_use(block: Mapping[str, Any], param: str) -> ToolCall:

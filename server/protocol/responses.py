@@ -14,10 +14,11 @@ from glm53.chat import ChatOptions, Message, Tool, ToolCall
 from glm53.chat.messages import (
     ROLES,
     TOOL_NAME,
+    assistant_turn,
     make_tool,
     parse_arguments,
     parse_content,
-    split_inline_thinking,
+    parse_tool_result,
     unique_tools,
 )
 
@@ -152,8 +153,7 @@ def _item(item: Mapping[str, Any], param: str) -> Message | None:
         return Message("assistant", tool_calls=(_call(item, param),))
     if kind in ("function_call_output", "custom_tool_call_output"):
         call_id = item.get("call_id")
-        output = item.get("output")
-        text = output if isinstance(output, str) else parse_content(output, f"{param}.output")[0]
+        text = parse_tool_result(item.get("output"), f"{param}.output")
         return Message("tool", text, tool_call_id=call_id if isinstance(call_id, str) else None)
     if kind in IGNORED_ITEMS:
         return None
@@ -170,10 +170,7 @@ def _message(item: Mapping[str, Any], param: str) -> Message:
     if "content" not in item:
         missing(f"{param}.content")
     content, thought = parse_content(item["content"], f"{param}.content")
-    if known == "assistant":
-        content, thought = split_inline_thinking(content, thought)
-        return Message(known, content, thought)
-    return Message(known, content)
+    return assistant_turn(content, thought) if known == "assistant" else Message(known, content)
 
 
 def _reasoning(item: Mapping[str, Any], param: str) -> str | None:

@@ -118,7 +118,8 @@ def parse_response_format(f: Fields, key: str = "response_format") -> ResponseFo
         return None
     if kind == "json_object":
         return ResponseFormat("json_object")
-    inner = fmt.fields("json_schema") if fmt.get("json_schema") is not None else fmt  # the Responses API is flat
+    flat = fmt.get("json_schema") is None and (key == "format" or fmt.get("schema") is not None)  # Responses API
+    inner = fmt if flat else fmt.fields("json_schema")
     return json_schema_format(inner.get("schema"), inner.name("schema"))
 
 

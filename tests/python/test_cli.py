@@ -113,7 +113,7 @@ def test_last_value_wins_and_old_spellings_work(run: Callable[..., RESULT]) -> N
 
 @pytest.mark.skipif(bool(cuda_gpus()[0]), reason="this machine has a GPU")
 @pytest.mark.parametrize("args", [["serve"], ["serve", "--device", "cuda"], ["serve", "--demo"], ["prepare"], ["pin"]])
-def test_without_a_gpu_a_normal_start_fails_loudly(run: Callable[..., RESULT], args: list[str]) -> None:
+def test_b74_without_a_gpu_a_normal_start_fails_loudly(run: Callable[..., RESULT], args: list[str]) -> None:
     one_line(run(*args), 1, "no usable GPU", "glm53 doctor", "--device cpu")
 
 

@@ -49,6 +49,7 @@ def test_b60_bad_max_tokens(start: Start, given: Any) -> None:
 def test_b60_the_last_token_of_the_context(start: Start) -> None:
     live = start(context=131072)
     prompt = live.post("/tokenize", {"messages": user("hi")}).json["count"]
+    assert refused(start(context=prompt).chat())["code"] == "context_length_exceeded"
     live = start(context=prompt + 1)
     reply = live.chat().json
     assert reply["usage"]["completion_tokens"] == 1
@@ -241,7 +242,7 @@ def test_seeds_differ_between_choices_and_repeat_between_requests(start: Start) 
     assert seen == [7, 8, 7, 8, None]
 
 
-def test_http_1_0_without_a_host(start: Start) -> None:
+def test_b79_http_1_0_without_a_host(start: Start) -> None:
     live = start()
     with live.raw(b"GET /health HTTP/1.0\r\n\r\n") as s:
         assert s.recv(100).startswith(b"HTTP/1.0 200")

@@ -131,7 +131,7 @@ def test_chat_streams_what_it_answers_whole(live: LiveServer) -> None:
     assert out.choice()["finish_reason"] == whole["finish_reason"]
 
 
-def test_effort_none_gives_no_reasoning(live: LiveServer) -> None:
+def test_b10_effort_none_gives_no_reasoning(live: LiveServer) -> None:
     message = live.chat(max_tokens=6, temperature=0, reasoning_effort="none").message
     assert "reasoning_content" not in message
 
@@ -158,7 +158,7 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize("effort", ["none", "max"])
-def test_json_schema_is_kept_after_the_reasoning(live: LiveServer, effort: str) -> None:
+def test_b09_json_schema_is_kept_after_the_reasoning(live: LiveServer, effort: str) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
     body = {"response_format": form, "max_tokens": 200, "reasoning_effort": effort, "thinking_budget": 4, "seed": 1}
     choice = live.chat(body).json["choices"][0]

@@ -240,6 +240,15 @@ def test_prefill_inside_the_reasoning() -> None:
         assert opens_thinking(segments)
 
 
+@pytest.mark.parametrize("rest", ["", "{"])
+def test_b05_prefill_that_closes_its_reasoning_goes_on_in_the_content(rest: str) -> None:
+    options = ChatOptions(continue_final=True, add_generation_prompt=False)
+    for turn in ({"content": f"<think>plan</think>{rest}"}, {"content": f"</think>{rest}", "reasoning": "plan"}):
+        segments = render(parse_messages([user("q"), {"role": "assistant", **turn}]), (), options)
+        assert to_text(segments) == f"{P}<|user|>q<|assistant|><think>plan</think>{rest}"
+        assert not opens_thinking(segments)
+
+
 def test_b52_developer() -> None:
     got = prompt([{"role": "developer", "content": "Be brief"}, user("x")])
     assert got == P + "<|system|>Be brief<|user|>x<|assistant|><think>"

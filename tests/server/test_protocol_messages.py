@@ -104,6 +104,8 @@ def test_tool_round_trip() -> None:
 
 def test_prefill() -> None:
     assert prompt(messages=[*U, {"role": "assistant", "content": "{"}]).endswith("<|assistant|><think></think>{")
+    inline = prompt(messages=[*U, {"role": "assistant", "content": "<think>plan</think>{"}])
+    assert inline.endswith("<|assistant|><think>plan</think>{")
 
 
 def test_documents_of_text() -> None:

@@ -126,6 +126,7 @@ def test_b09_response_format() -> None:
     refused("response_format.type", response_format={"type": "xml"})
     refused("response_format.type", response_format={"json_schema": {}})
     refused("response_format.json_schema.schema", response_format={"type": "json_schema", "json_schema": {"name": "a"}})
+    refused("response_format.json_schema.schema", response_format={"type": "json_schema"})
     refused("response_format", response_format="json")
 
 

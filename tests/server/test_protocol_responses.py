@@ -51,6 +51,15 @@ def test_input_and_instructions() -> None:
     assert prompt(reasoning={"effort": "none"}).endswith("<think></think>")
 
 
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [("a", "a"), (None, ""), ([{"type": "input_text", "text": "a"}], "a"), ({"k": [1]}, '{"k": [1]}'), (3, "3")],
+)
+def test_outputs_of_any_type(output: Any, text: str) -> None:
+    item = {"type": "function_call_output", "call_id": "c", "output": output}
+    assert f"<tool_response>{text}</tool_response>" in prompt(input=[item])
+
+
 def test_what_codex_sends() -> None:
     body = {
         "instructions": "You code.", "stream": True, "store": False, "parallel_tool_calls": False,

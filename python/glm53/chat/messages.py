@@ -42,13 +42,15 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. `content` is "" where the client sent null; `reasoning` is None where it sent none."""
+    """One turn. `content` is "" where the client sent null; `reasoning` is None where it sent none; `thought`: its text
+    itself closed the reasoning with `</think>`, maybe with nothing behind it."""
 
     role: Role
     content: str = ""
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+    thought: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +116,15 @@ def _message(raw: object, param: str) -> Message:
     if "content" not in raw and role != "tool" and not calls and reasoning is None:
         _bad(f"Missing required parameter: '{param}.content'.", f"{param}.content", "missing_required_parameter")
     if role == "tool":
-        content = _tool_result(raw.get("content"), f"{param}.content")
+        content = parse_tool_result(raw.get("content"), f"{param}.content")
         call_id = raw.get("tool_call_id")
         return Message("tool", content, tool_call_id=call_id if isinstance(call_id, str) and call_id else None)
-    content, thought = parse_content(raw.get("content"), f"{param}.content")
-    if role == "assistant":
-        content, reasoning = split_inline_thinking(content, reasoning if reasoning is not None else thought)
-        if not content and isinstance(raw.get("refusal"), str):
-            content = raw["refusal"]
-    return Message(role, content, reasoning, calls)
+    content, thoughts = parse_content(raw.get("content"), f"{param}.content")
+    if role != "assistant":
+        return Message(role, content)
+    if not content and isinstance(raw.get("refusal"), str):
+        content = raw["refusal"]
+    return assistant_turn(content, reasoning if reasoning is not None else thoughts, calls)
 
 
 def _reasoning(raw: Mapping[str, Any], param: str) -> str | None:
@@ -180,7 +182,7 @@ def _part_text(part: Mapping[str, Any], key: str, param: str) -> str:
     return value
 
 
-def _tool_result(raw: object, param: str) -> str:
+def parse_tool_result(raw: object, param: str) -> str:
     """Tool results may be any JSON: strings and parts as text, the rest as its JSON text."""
     if isinstance(raw, list) and all(isinstance(p, str) or (isinstance(p, dict) and "type" in p) for p in raw):
         return parse_content(raw, param)[0]
@@ -197,6 +199,12 @@ def split_inline_thinking(content: str, reasoning: str | None) -> tuple[str, str
         return content, reasoning
     thought = content.split("</think>", 1)[0].rsplit("<think>", 1)[-1]
     return content.rsplit("</think>", 1)[1], thought if reasoning is None else reasoning
+
+
+def assistant_turn(content: str, reasoning: str | None, calls: tuple[ToolCall, ...] = ()) -> Message:
+    """An assistant's message; reasoning inside its text is taken out of it."""
+    text, reasoning = split_inline_thinking(content, reasoning)
+    return Message("assistant", text, reasoning, calls, thought="</think>" in content)
 
 
 def _tool_calls(raw: Mapping[str, Any], param: str) -> tuple[ToolCall, ...]:

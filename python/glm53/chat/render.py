@@ -76,7 +76,7 @@ def open_turn(message: Message, *, thinking: bool) -> list[Segment]:
         reasoning, content = content.removeprefix("<think>"), ""
     if reasoning:
         out.append(plain(reasoning))
-    if not content and thinking and reasoning is not None:
+    if not content and thinking and reasoning is not None and not message.thought:
         return out
     return [*out, special("</think>"), plain(content)] if content else [*out, special("</think>")]
 
