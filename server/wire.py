@@ -24,12 +24,25 @@ def finite(logprob: float | None) -> float:
     return LOWEST if logprob is None or not math.isfinite(logprob) else logprob
 
 
-def json_list(items: Iterable[object]) -> orjson.Fragment:
-    """A long list as finished JSON, written in slices: all of it at once would hold the interpreter lock."""
-    iterator, slices = iter(items), []
-    while part := list(itertools.islice(iterator, 1024)):
-        slices.append(orjson.dumps(part)[1:-1])
-    return orjson.Fragment(b"[" + b",".join(slices) + b"]")
+class JsonList:
+    """A list that only grows, kept as finished JSON: sending it again costs a copy. Written in slices, because a long
+    one at once would hold the interpreter lock."""
+
+    def __init__(self, items: Iterable[object] = ()) -> None:
+        self._data = bytearray(b"[")
+        self.extend(items)
+
+    def extend(self, items: Iterable[object]) -> None:
+        """Append the items, which must be JSON-ready."""
+        iterator = iter(items)
+        while part := list(itertools.islice(iterator, 1024)):
+            if len(self._data) > 1:
+                self._data += b","
+            self._data += orjson.dumps(part)[1:-1]
+
+    def fragment(self) -> orjson.Fragment:
+        """The list as it is now."""
+        return orjson.Fragment(bytes(self._data) + b"]")
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
@@ -71,13 +84,14 @@ def timings(usage_: StreamUsage) -> dict[str, Any]:
 
 def chat_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> orjson.Fragment:
     """`logprobs.content` of the Chat Completions API; `bytes` tells what half a character's token really is."""
-    return json_list(
+    entries = (
         {
             **_entry(token.data, token.logprob),
             "top_logprobs": [_entry(tokenizer.token_bytes(i), logprob) for i, logprob in token.top],
         }
         for token in tokens
     )
+    return JsonList(entries).fragment()
 
 
 def _entry(data: bytes, logprob: float | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ..protocol.events import Answer, ContentText, Done, Event
 from ..protocol.requests import GenerateCall, parse_detokenize, parse_generate, parse_tokenize
 from ..protocol.sse import frame
 from ..text_work import TextWork, constrain, scores, text_work
-from ..wire import finite, json_list
+from ..wire import JsonList, finite
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -38,7 +38,9 @@ async def generate(request: web.Request) -> web.StreamResponse:
         call, work = await state.run_sized(len(job.body), prepare)
         await constrain(state, work, call.decoding)
         scored = await scores(job, work.prompts, call.decoding.top_logprobs or 0) if _wants_scores(call) else None
-        reply = _Reply(job, call, work, scored)
+        reply = _Reply(job, call, work)
+        if scored is not None:
+            await state.run_on_thread(lambda: reply.add_scores(scored))
         if scored is not None and call.decoding.max_tokens == 0 and not call.decoding.stream:
             return json_response(await state.run_on_thread(reply.scores_only))
         choices = submit(job, work.works, call.decoding)
@@ -52,23 +54,49 @@ def _wants_scores(call: GenerateCall) -> bool:
     return call.return_logprob and call.logprob_start >= 0
 
 
+class _Logprobs:
+    """Scores of the tokens of a prompt or an answer, and of their alternatives, as every event repeats them."""
+
+    def __init__(self) -> None:
+        self.tokens = JsonList()
+        self.top = JsonList()
+
+
 class _Reply:
     """Builds SGLang's objects; a stream repeats the whole text so far in each event, as SGLang does by default."""
 
-    def __init__(self, job: Job, call: GenerateCall, work: TextWork, scored: list[list[TokenScore]] | None) -> None:
+    def __init__(self, job: Job, call: GenerateCall, work: TextWork) -> None:
         self._job = job
         self._tokenizer = job.state.tokenizer
         self._call = call
         self._work = work
-        self._scored = scored
         self._texts = [""] * len(work.works)
-        self._tokens: list[list[Token]] = [[] for _ in work.works]
+        self._ids: list[list[int]] = [[] for _ in work.works]
+        self._outputs = [_Logprobs() for _ in work.works]
+        self._inputs = [_Logprobs() for _ in work.prompts]
+
+    def add_scores(self, scored: Sequence[Sequence[TokenScore]]) -> None:
+        """Scores of each prompt. Long prompts take long: call it on a thread."""
+        for logprobs, scores_ in zip(self._inputs, scored, strict=True):
+            wanted = scores_[self._call.logprob_start :]
+            logprobs.tokens.extend(self._entry(s.id, s.logprob) for s in wanted)
+            if self._call.decoding.top_logprobs:
+                logprobs.top.extend(
+                    None if s.logprob is None else [self._entry(i, v) for i, v in s.top] for s in wanted
+                )
+
+    def _add(self, index: int, text: str, tokens: Sequence[Token]) -> None:
+        self._texts[index] += text
+        self._ids[index] += [t.id for t in tokens]
+        if self._call.return_logprob:
+            self._outputs[index].tokens.extend(self._entry(t.id, finite(t.logprob)) for t in tokens)
+            if self._call.decoding.top_logprobs:
+                self._outputs[index].top.extend([self._entry(i, v) for i, v in t.top] for t in tokens)
 
     def whole(self, choices: Sequence[Choice], answers: Sequence[Answer]) -> Any:
         out = []
         for choice, answer in zip(choices, answers, strict=True):
-            self._texts[choice.index] = answer.content
-            self._tokens[choice.index] = answer.tokens
+            self._add(choice.index, answer.content, answer.tokens)
             out.append(self._object(choice, answer.done))
         return out if self._call.batch or len(out) > 1 else out[0]
 
@@ -84,8 +112,7 @@ class _Reply:
         done = None
         for event in events:
             if isinstance(event, ContentText):
-                self._texts[choice.index] += event.text
-                self._tokens[choice.index] += event.tokens
+                self._add(choice.index, event.text, event.tokens)
             elif isinstance(event, Done):
                 done = event
         return frame(self._object(choice, done) | ({"index": choice.index} if len(self._texts) > 1 else {}))
@@ -99,7 +126,7 @@ class _Reply:
         meta = self._meta(choice.index, prompt, choice.parser.tokens, cached, done)
         return {
             "text": self._texts[choice.index],
-            "output_ids": [t.id for t in self._tokens[choice.index]],
+            "output_ids": self._ids[choice.index],
             "meta_info": meta,
         }
 
@@ -117,15 +144,11 @@ class _Reply:
         return meta
 
     def _add_logprobs(self, meta: dict[str, Any], index: int) -> None:
-        tokens = self._tokens[index]
-        inputs = self._scored[index // self._call.decoding.n][self._call.logprob_start :] if self._scored else []
-        meta["input_token_logprobs"] = json_list(self._entry(s.id, s.logprob) for s in inputs)
-        meta["output_token_logprobs"] = [self._entry(t.id, finite(t.logprob)) for t in tokens]
-        if self._call.decoding.top_logprobs:
-            meta["input_top_logprobs"] = json_list(
-                None if s.logprob is None else [self._entry(i, v) for i, v in s.top] for s in inputs
-            )
-            meta["output_top_logprobs"] = [[self._entry(i, v) for i, v in t.top] for t in tokens]
+        sides = {"input": self._inputs[index // self._call.decoding.n], "output": self._outputs[index]}
+        for side, logprobs in sides.items():
+            meta[f"{side}_token_logprobs"] = logprobs.tokens.fragment()
+            if self._call.decoding.top_logprobs:
+                meta[f"{side}_top_logprobs"] = logprobs.top.fragment()
 
     def _entry(self, token_id: int, logprob: float | None) -> list[Any]:
         """[logprob, id, text or null]; the first token of a prompt has no logprob."""

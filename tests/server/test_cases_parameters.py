@@ -200,6 +200,24 @@ class TestB69:
         default = live.post("/generate", {"input_ids": ids, "return_logprob": True}).json["meta_info"]
         assert default["input_token_logprobs"] == []
 
+    @pytest.mark.parametrize("prompts", [["hello you"], ["hello", "you there"]])
+    def test_generate_stream_repeats_all_scores(self, start: Start, prompts: list[str]) -> None:
+        live = start({"pieces": ["one ", "two ", "three"], "end": "user", "rate": 50})
+        body = {"text": prompts, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+        body["sampling_params"] = {"n": 2, "max_new_tokens": 3}
+        whole = live.post("/generate", body).json
+        events = live.stream("/generate", body).events
+        assert len(whole) == 2 * len(prompts)
+        for index, expected in enumerate(whole):
+            mine = [e for e in events if e["index"] == index]
+            assert len(mine) >= 2
+            for key in ("input_token_logprobs", "input_top_logprobs", "output_token_logprobs", "output_top_logprobs"):
+                assert mine[-1]["meta_info"][key] == expected["meta_info"][key]
+                assert expected["meta_info"][key]
+            counts = [len(e["meta_info"]["output_token_logprobs"]) for e in mine]
+            assert counts == sorted(counts)
+            assert counts == [len(e["output_ids"]) for e in mine]
+
 
 def test_tokenize_never_makes_special_tokens(start: Start) -> None:
     live = start()
