@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from container import ROOT, Container, build, missing_tools
+from container import ROOT, SUITE, Container, build, missing_tools
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(2400)]
 PORT = 30951
@@ -35,11 +35,14 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
     (root / "etc/glm53/config.toml").write_text(CONFIG)
     container = Container(root, folder / "console.log")
     yield container
+    version = container.call("glm53", "--version").splitlines()
     record = {
+        "what": f"boot test: the wheel pip-installed into a Debian ({SUITE}) that systemd-nspawn boots, CPU engine",
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "systemd": container.call("systemctl", "--version").splitlines()[0],
-        "version": container.call("glm53", "--version").splitlines(),
-        "journal": container.journal().splitlines(),
+        "machine": {"cpu": version[-1].split("(")[-1].rstrip(")"), "cpus": os.cpu_count(), "gpu": None},
+        "versions": {"systemd": container.call("systemctl", "--version").splitlines()[0], "glm53": version},
+        "command": "scripts/test --system",
+        "raw": {"journal": container.journal().splitlines()},
     }
     (folder / "boot.json").write_text(json.dumps(record, indent=1))
     container.close()
