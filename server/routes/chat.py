@@ -43,7 +43,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             form = StreamFormat(reply.begin, reply.events, reply.end, reply.error, ping=ping)
             return await stream(job, choices, form)
         answers = await gather(job, choices)
-        return json_response(await state.run_on_thread(lambda: reply.whole(answers)))
+        return await state.run_on_thread(lambda: json_response(reply.whole(answers)))
 
 
 class _Reply:

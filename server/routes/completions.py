@@ -43,7 +43,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         if call.decoding.stream:
             return await stream(job, choices, StreamFormat(reply.begin, reply.events, reply.end, reply.error))
         answers = await gather(job, choices)
-        return json_response(await state.run_on_thread(lambda: reply.whole(answers)))
+        return await state.run_on_thread(lambda: json_response(reply.whole(answers)))
 
 
 @dataclass(slots=True)

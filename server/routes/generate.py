@@ -42,12 +42,12 @@ async def generate(request: web.Request) -> web.StreamResponse:
         if scored is not None:
             await state.run_on_thread(lambda: reply.add_scores(scored))
         if scored is not None and call.decoding.max_tokens == 0 and not call.decoding.stream:
-            return json_response(await state.run_on_thread(reply.scores_only))
+            return await state.run_on_thread(lambda: json_response(reply.scores_only()))
         choices = submit(job, work.works, call.decoding)
         if call.decoding.stream:
             return await stream(job, choices, StreamFormat(lambda: b"", reply.events, lambda: b"", reply.error))
         answers = await gather(job, choices)
-        return json_response(await state.run_on_thread(lambda: reply.whole(choices, answers)))
+        return await state.run_on_thread(lambda: json_response(reply.whole(choices, answers)))
 
 
 def _wants_scores(call: GenerateCall) -> bool:
