@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,17 @@ def test_readiness_is_notified(serve: Serve, tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert "STOPPING=1" in s.recv(4096).decode()
     assert server.end()[0] == 0
+
+
+def test_limits_in_the_settings_hold_for_a_script_too(serve: Serve) -> None:
+    server = serve({**TALK, "rate": 5}, "--max-batch-size", "1", "--max-queue", "0", "--cache-tokens", "300")
+    with urllib.request.urlopen(server.url + "/server_info", timeout=10) as reply:
+        info = json.load(reply)
+    assert (info["context_length"], info["max_streams"], info["max_queue"]) == (300, 1, 0)
+    connection, _ = server.open_stream()
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        urllib.request.urlopen(server.url + "/v1/completions", b'{"prompt": "x"}', timeout=10)
+    connection.close()
 
 
 @pytest.mark.parametrize("script", ["{", '{"pieces": [], "end": "nowhere"}\n', ""])

@@ -141,7 +141,7 @@ def _serve_scripted(settings: Settings, script: Path) -> int:
     from ..tokenizer import Tokenizer
 
     path = settings.model_dir if (settings.model_dir / "tokenizer.json").exists() else model_dir.BUNDLED
-    engine = ScriptedEngine(script, Tokenizer(path))
+    engine = ScriptedEngine(script, Tokenizer(path), context=settings.cache_tokens, max_streams=settings.max_batch_size)
     return _serve(settings, path, lambda progress: engine)
 
 
