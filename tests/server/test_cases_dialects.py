@@ -158,6 +158,16 @@ def test_responses_errors(start: Start) -> None:
     assert live.stream(RESPONSES, {"input": "x"}).events[-1]["type"] == "response.failed"
 
 
+@pytest.mark.parametrize("huge", [2**64 - 1, 2**64, 1e300])
+def test_b60_numbers_beyond_64_bits_are_echoed_as_such_that_json_has(start: Start, huge: float) -> None:
+    live = start(TALK)
+    body = {"input": "x", "max_output_tokens": huge, "seed": huge, "metadata": {"a": huge}}
+    reply = live.post(RESPONSES, body)
+    assert reply.status == 200
+    assert reply.json["max_output_tokens"] >= 2**63 - 1
+    assert live.stream(RESPONSES, body).events[-1]["type"] == "response.completed"
+
+
 def test_openai_library_speaks_responses(start: Start) -> None:
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=start(TALK).url + "/v1", api_key="none", max_retries=0)
