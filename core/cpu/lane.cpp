@@ -1,0 +1,325 @@
+#include "cpu/lane.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "common/cpu_info.h"
+#include "common/thread_pool.h"
+#include "cpu/dispatch.h"
+
+namespace glm53::cpu {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+int checked_hidden(const std::vector<const ExpertTable*>& tables, std::span<std::byte> block) {
+    if (tables.empty() || std::count(tables.begin(), tables.end(), nullptr)) {
+        throw std::invalid_argument("a CPU lane needs an expert table for every MoE layer");
+    }
+    const int hidden = tables.front()->hidden();
+    for (const ExpertTable* table : tables) {
+        if (table->hidden() == hidden) continue;
+        throw std::invalid_argument("expert tables of one CPU lane differ in hidden size: " + std::to_string(hidden) +
+                                    " and " + std::to_string(table->hidden()));
+    }
+    if (block.size() < lane_block_bytes(hidden) || reinterpret_cast<std::uintptr_t>(block.data()) % kLaneLine) {
+        throw std::invalid_argument("a CPU lane's block needs " + std::to_string(lane_block_bytes(hidden)) +
+                                    " bytes at a multiple of 64, not " + std::to_string(block.size()));
+    }
+    return hidden;
+}
+
+size_t worker_count(const LaneOptions& options) {
+    const std::vector<int> allowed = allowed_cpus();
+    for (const int cpu : options.cpus) {
+        if (!std::count(allowed.begin(), allowed.end(), cpu)) {
+            throw std::invalid_argument("CPU " + std::to_string(cpu) + " cannot be used by this process");
+        }
+    }
+    const int pinned = static_cast<int>(options.cpus.size());
+    if (options.threads < 0 || options.threads > 4096 || (pinned && options.threads && options.threads != pinned)) {
+        throw std::invalid_argument(std::to_string(options.threads) + " lane threads for " + std::to_string(pinned) +
+                                    " CPUs: give one CPU per thread, or 0 threads");
+    }
+    return static_cast<size_t>(pinned ? pinned : options.threads ? options.threads : default_threads());
+}
+
+std::uint32_t number(std::uint64_t job) {
+    return static_cast<std::uint32_t>(job);
+}
+
+LaneVerdict verdict_of(std::uint64_t word) {
+    return static_cast<LaneVerdict>(word >> 32);
+}
+
+bool ends_lane(LaneVerdict verdict) {
+    return verdict == LaneVerdict::kStalled || verdict == LaneVerdict::kDied;
+}
+
+void write_done(const LaneSlot& slot, std::uint64_t word) {
+    std::atomic_ref(slot.done->word).store(word, std::memory_order_release);
+}
+
+void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+}  // namespace
+
+CpuLane::CpuLane(std::vector<const ExpertTable*> tables, std::span<std::byte> block, LaneOptions options)
+    : kernels_(select_kernels(options.isa)),
+      tables_(std::move(tables)),
+      hidden_(checked_hidden(tables_, block)),
+      block_(block.data()),
+      options_(std::move(options)),
+      workers_(worker_count(options_)),
+      decided_(lane_done_word(LaneVerdict::kOk, 0)) {
+    std::memset(block_, 0, lane_block_bytes(hidden_));
+    for (auto& worker : workers_) worker = std::make_unique<Worker>();
+    try {
+        for (int w = 0; w < threads(); ++w)
+            workers_[static_cast<size_t>(w)]->thread = std::thread([=, this] { work(w); });
+        watchdog_ = std::thread([this] { watch(); });
+    } catch (...) {
+        stop();
+        throw;
+    }
+}
+
+CpuLane::~CpuLane() {
+    stop();
+    const std::uint64_t decided = decided_.load(std::memory_order_acquire);
+    for (std::uint32_t job = number(decided) + 1; published(job); ++job) {
+        write_done(lane_slot(block_, hidden_, job), lane_done_word(LaneVerdict::kDied, job));
+    }
+}
+
+void CpuLane::stop() {
+    stop_.store(true, std::memory_order_release);
+    wake();
+    for (auto& worker : workers_) {
+        if (worker && worker->thread.joinable()) worker->thread.join();
+    }
+    if (watchdog_.joinable()) watchdog_.join();
+}
+
+void CpuLane::wake() {
+    bell_.fetch_add(1, std::memory_order_release);
+    bell_.notify_all();
+}
+
+bool CpuLane::failed() const {
+    return ends_lane(verdict_of(decided_.load(std::memory_order_acquire)));
+}
+
+bool CpuLane::over() const {
+    return stop_.load(std::memory_order_acquire) || failed();
+}
+
+bool CpuLane::published(std::uint64_t job) const {
+    const LaneSlot slot = lane_slot(block_, hidden_, number(job));
+    return std::atomic_ref(slot.job->published).load(std::memory_order_acquire) == number(job);
+}
+
+LaneHealth CpuLane::health() const {
+    const std::lock_guard lock(health_mutex_);
+    return health_;
+}
+
+LaneStats CpuLane::stats() const {
+    LaneStats stats;
+    stats.jobs = jobs_.load();
+    stats.bad_jobs = bad_jobs_.load();
+    stats.picks = picks_.load();
+    stats.expert_bytes = bytes_.load();
+    stats.parks = parks_.load();
+    stats.parked = static_cast<int>(parked_.load());
+    stats.seconds = static_cast<double>(nanoseconds_.load()) * 1e-9;
+    return stats;
+}
+
+// Workers on CPUs of their own keep them; others give way to whoever they wait for.
+template <class Ready>
+bool CpuLane::spin(Ready ready, std::chrono::microseconds limit) const {
+    const auto end = Clock::now() + limit;
+    do {
+        for (int i = 0; i < 32; ++i) {
+            if (ready()) return true;
+            relax();
+        }
+        if (options_.cpus.empty()) std::this_thread::yield();
+    } while (Clock::now() < end);
+    return false;
+}
+
+void CpuLane::work(int worker) {
+    std::uint64_t job = 1;
+    try {
+        if (!options_.cpus.empty()) pin_current_thread(options_.cpus[static_cast<size_t>(worker)]);
+        Worker& mine = *workers_[static_cast<size_t>(worker)];
+        for (AlignedBuffer<float>& sum : mine.sum) sum.reserve(static_cast<size_t>(kLaneRows) * hidden_);
+        mine.input.reserve(kernels_, kMaxRows, hidden_);
+        for (const ExpertTable* table : tables_) mine.moe.reserve(kernels_, *table);
+        while (await_job(job) && serve(worker, job)) ++job;
+    } catch (const std::exception& error) {
+        fail(LaneVerdict::kDied, decided_.load(std::memory_order_acquire), worker,
+             "worker " + std::to_string(worker) + " failed in job " + std::to_string(job) + ": " + error.what());
+    }
+}
+
+// False when the lane is over.
+bool CpuLane::await_job(std::uint64_t job) {
+    const auto ready = [&] { return published(job) || over(); };
+    while (!spin(ready, options_.spin)) {
+        const std::uint32_t bell = bell_.load(std::memory_order_acquire);
+        parked_.fetch_add(1, std::memory_order_relaxed);
+        parks_.fetch_add(1, std::memory_order_relaxed);
+        if (!ready()) bell_.wait(bell, std::memory_order_acquire);
+        parked_.fetch_sub(1, std::memory_order_relaxed);
+    }
+    return !over();
+}
+
+// Returns false when the lane is over before the job is done.
+bool CpuLane::serve(int worker, std::uint64_t job) {
+    const auto begin = Clock::now();
+    const LaneSlot slot = lane_slot(block_, hidden_, number(job));
+    Worker& mine = *workers_[static_cast<size_t>(worker)];
+    if (options_.on_job) options_.on_job(worker, number(job));
+    const LaneVerdict verdict = check(*slot.job);
+    if (verdict == LaneVerdict::kOk) compute(worker, slot, job);
+    const std::uint64_t all = workers_.size() * job;
+    mine.arrived.store(job, std::memory_order_relaxed);
+    arrived_.fetch_add(1, std::memory_order_acq_rel);
+    const auto met = [&] { return arrived_.load(std::memory_order_acquire) >= all; };
+    while (!spin(met, std::chrono::microseconds(100))) {
+        if (over()) return false;
+    }
+    if (verdict == LaneVerdict::kOk) reduce(worker, slot, job);
+    if (worker == 0) {  // before it finishes: who reads `done` then finds the job counted
+        (verdict == LaneVerdict::kOk ? jobs_ : bad_jobs_).fetch_add(1, std::memory_order_relaxed);
+        const auto spent = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count();
+        nanoseconds_.fetch_add(static_cast<std::uint64_t>(spent), std::memory_order_relaxed);
+        if (verdict == LaneVerdict::kOk) {
+            picks_.fetch_add(mine.plan.order().size(), std::memory_order_relaxed);
+            bytes_.fetch_add(mine.plan.bytes(), std::memory_order_relaxed);
+        }
+    }
+    if (finished_.fetch_add(1, std::memory_order_acq_rel) + 1 == all) decide(verdict, job);
+    return true;
+}
+
+LaneVerdict CpuLane::check(const LaneJob& job) const {
+    constexpr auto bad = LaneVerdict::kBadJob;
+    if (job.layer < 0 || job.layer >= std::ssize(tables_) || job.rows < 0 || job.rows > kLaneRows || job.top_k < 0) {
+        return bad;
+    }
+    if (job.top_k > kLanePicks || job.rows * job.top_k > kLanePicks) return bad;
+    const ExpertTable& table = *tables_[static_cast<size_t>(job.layer)];
+    for (int i = 0; i < job.rows * job.top_k; ++i) {
+        const std::int32_t pick = job.picks[i];
+        if (pick == kSkippedPick) continue;
+        if (pick < 0 || pick >= table.experts() || !table[pick].complete()) return bad;
+    }
+    return LaneVerdict::kOk;
+}
+
+// This worker's units, into its own rows.
+void CpuLane::compute(int worker, const LaneSlot& slot, std::uint64_t job) {
+    Worker& mine = *workers_[static_cast<size_t>(worker)];
+    const LaneJob& in = *slot.job;
+    const ExpertTable& table = *tables_[static_cast<size_t>(in.layer)];
+    mine.plan.build(table, in.picks, std::int64_t{in.rows} * in.top_k);
+    const int active = mine.plan.workers(threads());
+    if (worker >= active) return;
+    float* sum = mine.sum[job & 1].data();
+    std::fill_n(sum, in.rows * hidden_, 0.0f);
+    for (const MoePlan::Group& group : mine.plan.groups()) {
+        const MoePlan::Slices slices = mine.plan.slices(group, worker, active);
+        if (slices.begin >= slices.end) continue;
+        for (int r = 0; r < group.rows; ++r) {
+            const std::int64_t row = mine.plan.order()[static_cast<size_t>(group.first + r)] / in.top_k;
+            for (int b = 0; b < hidden_ / kBlock; ++b) {
+                mine.input.quantise(kernels_, table, group, 0, r, b, slot.x + row * hidden_ + b * kBlock);
+            }
+        }
+        mine.moe.add_slices(kernels_, table, mine.plan, group, slices, mine.input, 0, in.weights, in.top_k, sum);
+    }
+}
+
+// This worker's share of the columns of the result, always in worker order.
+void CpuLane::reduce(int worker, const LaneSlot& slot, std::uint64_t job) {
+    const int active = workers_[static_cast<size_t>(worker)]->plan.workers(threads());
+    const std::int64_t all = std::int64_t{slot.job->rows} * hidden_ / 16;
+    const std::int64_t begin = all * worker / threads() * 16;
+    const std::int64_t end = all * (worker + 1) / threads() * 16;
+    const auto sum_of = [&](int w) { return workers_[static_cast<size_t>(w)]->sum[job & 1].data(); };
+    std::copy(sum_of(0) + begin, sum_of(0) + end, slot.result + begin);
+    for (int w = 1; w < active; ++w) {
+        const float* sum = sum_of(w);
+        for (std::int64_t i = begin; i < end; ++i) slot.result[i] += sum[i];
+    }
+}
+
+void CpuLane::decide(LaneVerdict verdict, std::uint64_t job) {
+    std::uint64_t before = decided_.load(std::memory_order_acquire);
+    if (number(before) != number(job - 1) || ends_lane(verdict_of(before))) return;
+    const std::uint64_t word = lane_done_word(verdict, number(job));
+    if (decided_.compare_exchange_strong(before, word)) write_done(lane_slot(block_, hidden_, number(job)), word);
+}
+
+// Ends the lane at the job after `decided`, unless that one has been decided in the meantime.
+void CpuLane::fail(LaneVerdict verdict, std::uint64_t decided, int worker, const std::string& reason) {
+    const std::lock_guard lock(health_mutex_);  // held over the exchange: whoever finds failed() finds the reason
+    while (!ends_lane(verdict_of(decided))) {
+        const std::uint32_t job = number(decided) + 1;
+        const std::uint64_t word = lane_done_word(verdict, job);
+        if (decided_.compare_exchange_strong(decided, word)) {
+            health_ = {verdict, job, worker, reason};
+            write_done(lane_slot(block_, hidden_, job), word);
+            break;
+        }
+        if (verdict == LaneVerdict::kStalled) return;
+    }
+    wake();
+}
+
+void CpuLane::watch() {
+    std::uint64_t decided = decided_.load(std::memory_order_acquire);
+    auto since = Clock::now();
+    while (!stop_.load(std::memory_order_acquire)) {
+        std::this_thread::sleep_for(options_.poll);
+        const std::uint64_t now = decided_.load(std::memory_order_acquire);
+        if (now != decided || !published(std::uint64_t{number(now)} + 1)) {
+            decided = now;
+            since = Clock::now();
+        }
+        if (published(std::uint64_t{number(now)} + 1)) watch_job(now, since);
+    }
+}
+
+// A job waits behind `decided`, for all the watchdog knows since `since`.
+void CpuLane::watch_job(std::uint64_t decided, Clock::time_point since) {
+    const std::uint32_t job = number(decided) + 1;
+    if (ends_lane(verdict_of(decided))) {  // nobody else decides any more
+        const std::uint64_t word = lane_done_word(verdict_of(decided), job);
+        decided_.store(word, std::memory_order_release);
+        write_done(lane_slot(block_, hidden_, job), word);
+        return;
+    }
+    if (parked_.load(std::memory_order_relaxed)) wake();
+    if (Clock::now() - since < options_.limit) return;
+    int late = 0;
+    while (late < threads() && number(workers_[static_cast<size_t>(late)]->arrived.load()) == job) ++late;
+    const bool all_arrived = late == threads();
+    fail(LaneVerdict::kStalled, decided, all_arrived ? -1 : late,
+         "job " + std::to_string(job) + " was not done within " + std::to_string(options_.limit.count()) + " ms: " +
+             (all_arrived ? "its sum was not finished"
+                          : "worker " + std::to_string(late) + " of " + std::to_string(threads()) + " did not arrive"));
+}
+
+}  // namespace glm53::cpu
