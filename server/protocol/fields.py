@@ -25,9 +25,9 @@ def missing(param: str) -> NoReturn:
 
 
 def as_int(value: object, param: str, low: int | None = None, high: int | None = None) -> int:
-    """An integer; 5.0 counts as 5. What JSON's parser could only keep as a float is cut to 64 bits."""
+    """An integer; 5.0 counts as 5."""
     if isinstance(value, float) and value.is_integer():
-        value = min(max(int(value), -(2**63)), 2**63 - 1)
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         wrong_type(param, "an integer", value)
     check_range(value, param, low, high, "integer")

@@ -14,6 +14,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
+MOST_TOKENS = 2**63 - 1  # replies may repeat the number, and JSON's writer has 64 bits
 MIN_TOP_P = 1e-6  # 0 is accepted as "the best token only"
 
 
@@ -61,7 +62,7 @@ def parse_max_tokens(f: Fields, *keys: str) -> int | None:
     if key is None:
         return None
     value = f.integer(key, -1)
-    return None if value == -1 else value
+    return None if value is None or value == -1 else min(value, MOST_TOKENS)
 
 
 def parse_stop(f: Fields, key: str = "stop") -> tuple[str, ...]:
