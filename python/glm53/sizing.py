@@ -80,6 +80,37 @@ SHAPE = ModelShape()
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What is known of a machine or a build and replaces what the model would assume; None keeps the assumption."""
+
+    handoff_ms: float | None = None
+    """A."""
+    kernel_share: float | None = None
+    """Expert bytes per second of the CPU lane, all workers together, as a share of the DRAM read rate. It gives B."""
+    hit_rate: float | None = None
+    """Share of picks found in the cache."""
+    fixed_ms: float | None = None
+    """Everything that is not routed experts, per token."""
+
+    def apply(self, constants: Constants, shape: ModelShape = SHAPE) -> Constants:
+        """`constants` with what was measured in place of A, B and the fixed part. Raises ValueError."""
+        for name, value in (("handoff_ms", self.handoff_ms), ("fixed_ms", self.fixed_ms)):
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must be 0 or more, not {value}")
+        for name, value in (("kernel_share", self.kernel_share), ("hit_rate", self.hit_rate)):
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{name} must be above 0 and at most 1, not {value}")
+        if self.handoff_ms is not None:
+            constants = replace(constants, handoff_ms=self.handoff_ms)
+        if self.fixed_ms is not None:
+            constants = replace(constants, fixed_ms=self.fixed_ms)
+        if self.kernel_share is not None:
+            rate = self.kernel_share * constants.dram_gb_s
+            constants = replace(constants, cpu_expert_ms=shape.expert_bytes / GB / rate * 1000)
+        return constants
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """A machine to plan for. `gpu_bytes` is the card's VRAM, `ram_bytes` installed RAM, `cores` physical cores."""
 
@@ -104,6 +135,10 @@ class Plan:
     hit_rate: float
     vram_needed_bytes: int
     ram_needed_bytes: int
+    implied_hit_rate: float | None
+    """The hit rate at which this machine and mode would decode at the rate that was asked about."""
+    kernel_share: float
+    """Rate of the CPU lane as a share of DRAM's, from B."""
     decode_tok_s: float
     prefill_8k_tok_s: float
     prefill_32k_tok_s: float
@@ -178,6 +213,21 @@ def decode_tok_s(hits: float, constants: Constants, *, cpu: bool, shape: ModelSh
     return 1000.0 / (constants.fixed_ms + shape.moe_layers * layer)
 
 
+def implied_hit_rate(tok_s: float, constants: Constants, *, cpu: bool, shape: ModelShape = SHAPE) -> float:
+    """The hit rate at which one stream decodes at `tok_s`, to 1e-6. Raises ValueError for a rate out of reach."""
+    low, high = 0.0, 1.0
+    slowest, fastest = (decode_tok_s(h, constants, cpu=cpu, shape=shape) for h in (low, high))
+    if not slowest <= tok_s <= fastest:
+        raise ValueError(f"no hit rate gives {tok_s:g} tok/s: it is {slowest:.2f} without hits, {fastest:.2f} at most")
+    while high - low > 1e-7:
+        middle = (low + high) / 2
+        if decode_tok_s(middle, constants, cpu=cpu, shape=shape) < tok_s:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
 def prefill_tok_s(tokens: int, slots: int, chunk: int, constants: Constants, shape: ModelShape = SHAPE) -> float:
     """Prompt tokens per second: per chunk the slower of compute and staging, then one more pass for the tail page."""
     missing = (shape.moe_layers * shape.experts - slots) * shape.expert_bytes
@@ -210,16 +260,24 @@ def plan(
     streams: int = 8,
     chunk: int = 8192,
     reserve_gb: float | None = None,
+    measured: Measured | None = None,
+    tok_s: float | None = None,
     shape: ModelShape = SHAPE,
 ) -> Plan:
-    """Mode, slots, RAM and expected speed on `machine`. `mode` None picks exact below 12 cores or without AVX2."""
+    """Mode, slots, RAM and expected speed on `machine`. `mode` None picks exact below 12 cores or without AVX2.
+
+    `measured` replaces assumptions; `tok_s` asks which hit rate would give that decode rate. Raises ValueError for
+    values out of range.
+    """
     wanted = mode or ("fast" if machine.avx2 and machine.cores >= 12 else "exact")
-    constants = fitted(machine, shape)
+    known = measured or Measured()
+    constants = known.apply(fitted(machine, shape), shape)
     reserve = floor((reserve_gb if reserve_gb is not None else 1.5 if wanted == "fast" else 1.0) * GB)
     resident = resident_bytes(cache_tokens, streams, constants, shape)
     slots = expert_slots(machine.gpu_bytes - resident, reserve, shape.slot_bytes, shape.moe_layers * shape.experts)
     ram = shape.routed_bytes + constants.host_overhead_bytes
-    hits = hit_rate(slots, wanted, constants, shape)
+    hits = hit_rate(slots, wanted, constants, shape) if known.hit_rate is None else known.hit_rate
+    cpu = wanted == "fast"
     reasons = []
     least = resident + reserve + shape.picks * shape.expert_bytes
     if machine.gpu_bytes < least:
@@ -239,7 +297,9 @@ def plan(
         hit_rate=round(hits, 4),
         vram_needed_bytes=least,
         ram_needed_bytes=ram,
-        decode_tok_s=round(decode_tok_s(hits, constants, cpu=wanted == "fast", shape=shape), 2),
+        implied_hit_rate=None if tok_s is None else round(implied_hit_rate(tok_s, constants, cpu=cpu, shape=shape), 4),
+        kernel_share=round(shape.expert_bytes / GB / constants.cpu_expert_ms * 1000 / constants.dram_gb_s, 3),
+        decode_tok_s=round(decode_tok_s(hits, constants, cpu=cpu, shape=shape), 2),
         prefill_8k_tok_s=round(prefill_tok_s(8192, slots, chunk, constants, shape), 0),
         prefill_32k_tok_s=round(prefill_tok_s(32768, slots, chunk, constants, shape), 0),
         cpu_threads=constants.cpu_threads,

@@ -7,7 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from glm53.sizing import GIB, REFERENCE, SHAPE, Machine, decode_tok_s, expert_slots, layer_ms, plan
+from glm53.sizing import (
+    GIB,
+    REFERENCE,
+    SHAPE,
+    Machine,
+    Measured,
+    decode_tok_s,
+    expert_slots,
+    implied_hit_rate,
+    layer_ms,
+    plan,
+)
 
 HOST = Machine(gpu_bytes=24 * GIB, ram_bytes=256 * GIB)
 
@@ -30,6 +41,54 @@ def test_exact_decode_and_prefill_of_the_reference_host() -> None:
     assert fast.prefill_32k_tok_s == pytest.approx(951, rel=0.05)
     assert fast.slots == pytest.approx(1312, rel=0.02)
     assert fast.ram_needed_bytes == pytest.approx(119e9, rel=0.02)
+
+
+def test_the_hit_rate_that_the_exact_modes_12_6_tok_s_imply() -> None:
+    implied = implied_hit_rate(12.6, REFERENCE, cpu=False)
+    assert implied == pytest.approx(0.533, abs=0.002)
+    assert decode_tok_s(implied, REFERENCE, cpu=False) == pytest.approx(12.6, rel=1e-4)
+    assert implied_hit_rate(28.0, REFERENCE, cpu=True) == pytest.approx(0.3635, abs=0.02)
+    with pytest.raises(ValueError, match=r"no hit rate gives 99 tok/s: it is 6\.\d\d without hits, 60\.\d\d at most"):
+        implied_hit_rate(99, REFERENCE, cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("known", "gain"),
+    [
+        (Measured(handoff_ms=0.03), 0.07),
+        (Measured(hit_rate=0.45), 0.06),
+        (Measured(hit_rate=0.50), 0.11),
+        (Measured(kernel_share=98 / 136), 0.03),
+        (Measured(kernel_share=111 / 136), 0.08),
+        (Measured(fixed_ms=9.0), 0.10),
+    ],
+)
+def test_levers_of_the_reference_host_one_by_one(known: Measured, gain: float) -> None:
+    """Published gains on 27-28 tok/s, within 1.5 points."""
+    constants = known.apply(REFERENCE)
+    hits = 0.3635 if known.hit_rate is None else known.hit_rate
+    ratio = decode_tok_s(hits, constants, cpu=True) / decode_tok_s(0.3635, REFERENCE, cpu=True)
+    assert ratio - 1 == pytest.approx(gain, abs=0.015)
+
+
+def test_what_was_measured_replaces_what_is_assumed() -> None:
+    known = Measured(handoff_ms=0.03, kernel_share=0.8, hit_rate=0.5, fixed_ms=9.0)
+    answer = plan(HOST, mode="fast", measured=known)
+    constants = replace(
+        REFERENCE, handoff_ms=0.03, cpu_expert_ms=SHAPE.expert_bytes / (0.8 * 136e9) * 1000, fixed_ms=9.0
+    )
+    assert answer.hit_rate == 0.5
+    assert answer.kernel_share == 0.8
+    assert answer.decode_tok_s == pytest.approx(decode_tok_s(0.5, constants, cpu=True), abs=0.01)
+    assert plan(HOST, mode="fast", measured=Measured()) == plan(HOST, mode="fast")
+
+
+@pytest.mark.parametrize(
+    "wrong", [Measured(handoff_ms=-1.0), Measured(fixed_ms=-1.0), Measured(kernel_share=0.0), Measured(hit_rate=1.1)]
+)
+def test_measured_values_out_of_range(wrong: Measured) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        plan(HOST, measured=wrong)
 
 
 @pytest.mark.parametrize(("misses", "best"), [(0, 0.10), (1, 0.214), (3, 0.422), (4, 0.5), (5, 0.526), (8, 0.838)])
@@ -91,3 +150,18 @@ def test_the_command_prints_the_same_figures() -> None:
     small = subprocess.run([*command[:-1], "64"], capture_output=True, text=True, check=False)
     assert small.returncode == 1
     assert "RAM: 111 GiB needed" in small.stdout
+
+
+def test_the_command_takes_measured_values_and_names_a_hit_rate() -> None:
+    command = [sys.executable, "-m", "glm53", "plan", "--gpu", "24", "--ram", "256"]
+    options = ["--handoff-ms", "0.03", "--kernel-share", "0.8", "--hit-rate", "0.5", "--fixed-ms", "9", "--tok-s", "30"]
+    text = subprocess.run([*command, *options], capture_output=True, text=True, check=True).stdout
+    assert "expected hit rate 0.50" in text
+    assert "A 0.03 ms" in text
+    assert "0.80 of DRAM's rate" in text
+    assert "fixed 9.0 ms a token" in text
+    assert "hit rate that gives --tok-s: 0." in text
+    wrong = subprocess.run([*command, "--hit-rate", "2"], capture_output=True, text=True, check=False)
+    assert wrong.returncode != 0
+    assert "hit_rate must be above 0 and at most 1, not 2.0" in wrong.stderr
+    assert "Traceback" not in wrong.stderr

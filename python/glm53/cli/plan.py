@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import specs
 from ..errors import ConfigError
-from ..sizing import GB, GIB, Machine, Plan, plan
+from ..sizing import GB, GIB, Machine, Measured, Plan, plan
 
 
 def add(commands: Any) -> None:
@@ -27,6 +27,12 @@ def add(commands: Any) -> None:
     parser.add_argument("--max-batch-size", type=int, default=_default("max_batch_size"), metavar="N")
     parser.add_argument("-chunk_size", "--chunk-size", type=int, default=_default("chunk_size"), metavar="TOKENS")
     parser.add_argument("--ec-reserve-gb", type=float, metavar="GB", help="VRAM left free")
+    known = parser.add_argument_group("what you measured, in place of what the model assumes")
+    known.add_argument("--handoff-ms", type=float, metavar="MS", help="giving a layer's misses to the CPU and back")
+    known.add_argument("--kernel-share", type=float, metavar="0..1", help="CPU lane's expert bytes/s over DRAM's rate")
+    known.add_argument("--hit-rate", type=float, metavar="0..1", help="share of picks found in the expert cache")
+    known.add_argument("--fixed-ms", type=float, metavar="MS", help="a token's time outside the routed experts")
+    known.add_argument("--tok-s", type=float, metavar="RATE", help="ask which hit rate would decode this fast")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
 
@@ -49,14 +55,19 @@ def run(args: argparse.Namespace) -> int:
         disk_free_bytes=None if args.disk is None else int(args.disk * GIB),
         avx2=not args.no_avx2,
     )
-    answer = plan(
-        machine,
-        mode=args.mode,
-        cache_tokens=args.cache_tokens,
-        streams=args.max_batch_size,
-        chunk=args.chunk_size,
-        reserve_gb=args.ec_reserve_gb,
-    )
+    try:
+        answer = plan(
+            machine,
+            mode=args.mode,
+            cache_tokens=args.cache_tokens,
+            streams=args.max_batch_size,
+            chunk=args.chunk_size,
+            reserve_gb=args.ec_reserve_gb,
+            measured=Measured(args.handoff_ms, args.kernel_share, args.hit_rate, args.fixed_ms),
+            tok_s=args.tok_s,
+        )
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
     sys.stdout.write(json.dumps(answer.as_json(), indent=2) + "\n" if args.json else render(answer))
     return 0 if answer.fits else 1
 
@@ -72,8 +83,10 @@ def render(p: Plan) -> str:
         f"VRAM: at least {p.vram_needed_bytes / GIB:.1f} GiB; all that is left becomes slots",
         f"RAM: {p.ram_needed_bytes / GIB:.0f} GiB ({p.ram_needed_bytes / GB:.0f} GB), page-locked",
         f"decode, one stream: about {p.decode_tok_s:.1f} tok/s",
+        *([] if p.implied_hit_rate is None else [f"hit rate that gives --tok-s: {p.implied_hit_rate:.4f}"]),
         f"prefill: about {p.prefill_8k_tok_s:.0f} tok/s at 8k, {p.prefill_32k_tok_s:.0f} at 32k (RTX 3090 compute)",
         f"constants: A {c.handoff_ms} ms, B {c.cpu_expert_ms:.3f} ms on {p.cpu_threads} threads, "
+        f"{p.kernel_share:.2f} of DRAM's rate, "
         f"T {c.pcie_expert_ms:.3f} ms at {c.pcie_gb_s:g} GB/s, g {c.cached_ms} ms, fixed {c.fixed_ms} ms a token",
         "an estimate: the constants are fitted to one host (RTX 3090, EPYC 7443P); `glm53 doctor` measures a real one",
     ]
