@@ -1,13 +1,18 @@
 """Exact mode on a GPU against stock exllamav3 and against the floor the PCIe link sets; one JSON with raw figures.
 
-usage: python bench/gpu_exact.py CHECKPOINT --out DIR [--stages equal,floor,ours,stock-12,...] [--slots 248] [--new 64]
+usage: python bench/gpu_exact.py CHECKPOINT --out DIR --stages speed --trace
+       python bench/gpu_exact.py CHECKPOINT --out DIR --stages tests --flash SMALLER_CHECKPOINT
        python bench/gpu_exact.py --report DIR --out FILE
 
-Stages, each in processes of its own, all on one machine one after the other:
-  equal   pytest tests/gpu -m gpu (GLM53_TEST_FLASH names the checkpoint of real shape)
+The two calls together are the whole table, each in less than nine minutes; within a call the stages come in order of
+importance, and one that runs into its limit leaves a record of that and lets the next run. Stages, each in a process
+of its own, all on one machine one after the other:
+  read    the files from page cache, by cat and by one thread
   floor   stock with every expert in VRAM: the time of a step without any transfer
+  ours    glm53 with --slots cache slots: load, decode, misses, prefill, short prompts, host RAM, link rate
   stock-T stock with its own CPU expert split on T threads (stock-T-brief: decode only)
-  ours    glm53 with --slots cache slots: decode, misses, prefill, short prompts, host RAM, link rate
+  equal   pytest tests/gpu -m gpu but for vram: logits and tokens against stock, churn, waits
+  vram    its test on 24 GB of VRAM
 Protocol of every model: 300-token prompts, temperature 1 with fixed seeds, three runs to settle, two to count.
 A ratio is only made of figures from one call.
 """
@@ -18,14 +23,19 @@ import argparse
 import json
 import os
 import platform
-import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-GB = 1e9
+import exact_bars
+from exact_process import plain_read, run_limited
+from exact_trace import Traced, fixed_misses, moe_trace
+
+GROUPS = {"speed": "read,ours,floor,stock-12,stock-14-brief,stock-8-brief", "tests": "equal,vram"}
+LIMITS = {"floor": 75.0, "ours": 150.0, "stock": 130.0, "equal": 400.0, "vram": 180.0}
+"""Seconds a stage may take: about twice what it took on the machine of the recorded results."""
+SHORTEST_S = 20.0
 PROMPT, LONG, SHORT = 300, 4103, 40
 HOT_SHARE = 31
 
@@ -62,6 +72,22 @@ class Runner:
                     first = first or last
                     n += r["token_ids"].numel()
         return first - start, (n - streams) / (last - first) if last > first else 0.0
+
+    def traced(self, loaded: Any, steps: int) -> dict[str, Any]:
+        """The host's CUDA calls inside the MoE layers of decode steps alone; the prompt is read before."""
+        import torch
+
+        ids = ids_of(SHORT, torch.Generator().manual_seed(61))
+        sampler = self.exl.ComboSampler(temperature=1.0)
+        self.generator.enqueue(self.exl.Job(input_ids=ids, max_new_tokens=steps + 2, sampler=sampler, seed=61))
+        while not any(r.get("token_ids") is not None for r in self.generator.iterate()):
+            pass
+
+        def decode() -> None:
+            while self.generator.num_remaining_jobs():
+                self.generator.iterate()
+
+        return moe_trace(decode, loaded.patch.modules)
 
     def decode(self, new: int, streams: int, runs: int) -> list[float]:
         """tok/s of all streams together, after one run of the same shape."""
@@ -119,33 +145,6 @@ def work_stock(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Traced:
-    """Records the picks of decode steps while it is entered."""
-
-    def __init__(self, passes: Any, route: Any) -> None:
-        self.passes, self.route, self.picks = passes, route, []
-
-    def __call__(self, layer: int, rows: int, selected: Any, params: Any) -> None:
-        if rows <= 8 and "recurrent_history" in params:
-            self.picks.append((layer, selected.clone()))
-        self.route(layer, rows, selected, params)
-
-
-def fixed_misses(picks: list[tuple[int, Any]], layers: int, per_layer: int) -> tuple[float, float]:
-    """Misses per layer and step of the `per_layer` most picked experts held fixed, and unique picks per layer."""
-    from collections import Counter
-
-    counts = [Counter() for _ in range(layers)]  # type: list[Counter[int]]
-    unique = []
-    for layer, selected in picks:
-        distinct = set(selected.reshape(-1).tolist())
-        unique.append((layer, distinct))
-        counts[layer].update(distinct)
-    hot = [{e for e, _ in c.most_common(per_layer)} for c in counts]
-    missed = [len(distinct - hot[layer]) for layer, distinct in unique]
-    return statistics.fmean(missed), statistics.fmean(len(d) for _, d in unique)
-
-
 def link_rate(loaded: Any, pieces: int = 24) -> float:
     """Copy engine, host to device, GB/s, one expert a copy."""
     import ctypes
@@ -199,7 +198,7 @@ def work_ours(args: argparse.Namespace) -> dict[str, Any]:
     out["stats"] = loaded.runtime.stats(0)
     out["passes"] = dict(loaded.passes.counts)
     if args.trace:
-        out["host_calls"] = host_calls(runner, args.new)
+        out["moe_trace"] = runner.traced(loaded, min(args.new, 24))
     return out
 
 
@@ -256,26 +255,6 @@ def prompt_times(runner: Runner, loaded: Any) -> dict[str, list[float]]:
     return out
 
 
-def host_calls(runner: Runner, new: int) -> dict[str, float]:
-    """CUDA runtime calls that wait, per decode step, from a profiler trace."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    steps = min(new, 24)
-    runner.run(40, 4, 1, 60)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as p:
-        runner.run(40, steps, 1, 61)
-        torch.cuda.synchronize()
-    names = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-    found = {e.key: e.count / steps for e in p.key_averages() if e.key in names}
-    busy = sum(e.self_device_time_total for e in p.key_averages())
-    kernels = {
-        e.key[:60]: e.self_device_time_total / max(e.count, 1)
-        for e in p.key_averages() if any(k in e.key for k in ("decide_kernel", "copy_kernel", "prompt_kernel"))
-    }  # fmt: skip
-    return {**found, "device_us_per_step": busy / steps, **kernels}
-
-
 def versions() -> dict[str, str]:
     import exllamav3.version
     import torch
@@ -302,116 +281,96 @@ def machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def spawn(args: argparse.Namespace, name: str, *extra: str) -> None:
-    """Run one worker; its JSON goes to DIR/NAME.json, a failure to DIR/NAME.error."""
-    base = [sys.executable, __file__, args.checkpoint, "--out", args.out, "--slots", str(args.slots)]
-    base += ["--new", str(args.new), "--runs", str(args.runs), "--worker", name, "--knobs", args.knobs, *extra]
-    start = time.perf_counter()
-    done = subprocess.run(base, capture_output=True, text=True, timeout=args.limit, check=False)
-    print(f"{name}: rc {done.returncode}, {time.perf_counter() - start:.0f} s", flush=True)
-    if done.returncode:
-        Path(args.out, f"{name}.error").write_text(done.stdout[-4000:] + done.stderr[-8000:])
-        print(done.stderr[-3000:], flush=True)
+class Stages:
+    """Runs the stages of one call one after the other within its seconds; what each did is in DIR."""
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.folder = args, Path(args.out)
+        self.end_s = time.monotonic() + args.budget
+        self.folder.mkdir(parents=True, exist_ok=True)
 
-def equality(args: argparse.Namespace) -> None:
-    report = Path(args.out, "equal.xml")
-    tests = Path(__file__).resolve().parent.parent / "tests" / "gpu"
-    command = [sys.executable, "-m", "pytest", str(tests), "-m", "gpu", "-q", "-x", f"--junitxml={report}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    print(done.stdout[-6000:], done.stderr[-2000:], flush=True)
-    import xml.etree.ElementTree as Tree
+    def run(self) -> None:
+        meta = {"machine": machine(), "versions": versions(), "command": " ".join(sys.argv)}
+        (self.folder / "meta.json").write_text(json.dumps(meta))
+        wanted = [s for name in self.args.stages.split(",") for s in GROUPS.get(name, name).split(",")]
+        for stage in wanted:
+            self.stage(stage, *stage.split("-"))
 
-    cases = Tree.parse(report).getroot().iter("testcase")
-    rows = [{"name": c.get("name"), "ok": not list(c.iter("failure")) and not list(c.iter("error")),
-             "skipped": bool(list(c.iter("skipped"))), "seconds": float(c.get("time", 0))} for c in cases]  # fmt: skip
-    Path(args.out, "equal.json").write_text(json.dumps({"returncode": done.returncode, "tests": rows}))
+    def stage(self, name: str, kind: str, *details: str) -> None:
+        if kind == "read":
+            (self.folder / "read.json").write_text(json.dumps(plain_read(Path(self.args.checkpoint))))
+        elif kind == "equal":
+            self.tests(name, "--deselect", "tests/gpu/test_vram.py")
+        elif kind == "vram":
+            self.tests(name, "-k", "test_vram")
+        elif kind == "stock":
+            self.worker(f"stock-{details[0]}", "--on-cpu", "257", "--threads", *details[:1],
+                        *["--brief"] * (details[1:] == ("brief",)))  # fmt: skip
+        elif kind in ("floor", "ours"):
+            self.worker(name, "--chunk", "8192", *["--trace"] * self.args.trace)
+        else:
+            raise SystemExit(f"no stage is called {name}")
 
+    def worker(self, name: str, *extra: str) -> None:
+        """A model in a process of its own; its JSON goes to DIR/NAME.json."""
+        args = self.args
+        command = [sys.executable, __file__, args.checkpoint, "--out", args.out, "--slots", str(args.slots)]
+        command += ["--new", str(args.new), "--runs", str(args.runs), "--worker", name, "--knobs", args.knobs, *extra]
+        self.process(name, command)
 
-def stages(args: argparse.Namespace) -> None:
-    Path(args.out).mkdir(parents=True, exist_ok=True)
-    meta = {"machine": machine(), "versions": versions(), "command": " ".join(sys.argv)}
-    Path(args.out, "meta.json").write_text(json.dumps(meta))
-    for stage in args.stages.split(","):
-        if stage == "equal":
-            equality(args)
-        elif stage == "floor":
-            spawn(args, "floor", "--on-cpu", "0")
-        elif stage.startswith("stock-"):
-            _, threads, *brief = stage.split("-")
-            extra = ["--brief"] if brief else []
-            spawn(args, f"stock-{threads}", "--on-cpu", "257", "--threads", threads, *extra)
-        elif stage == "ours":
-            spawn(args, "ours", "--chunk", "8192", *(["--trace"] if args.trace else []))
+    def tests(self, name: str, *extra: str) -> None:
+        """pytest tests/gpu; its junit file goes to DIR/NAME.xml."""
+        root = Path(__file__).resolve().parent.parent
+        report = (self.folder / f"{name}.xml").resolve()
+        command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", f"--junitxml={report}", *extra]
+        self.process(name, command, cwd=root, env={**os.environ, "GLM53_TEST_FLASH": self.args.flash})
 
-
-def bars(raw: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Each bar from the raw figures alone."""
-    ours, floor = raw["ours"], raw["floor"]
-    stock = [v for k, v in raw.items() if k.startswith("stock-")]
-    out: dict[str, tuple[Any, Any, bool]] = {}
-    if "equal" in raw:
-        equal = all(t["ok"] for t in raw["equal"]["tests"])
-        out["exact.equal"] = (equal, True, equal)
-    ratios = []
-    for n, wanted in ((1, 1.5), (4, 1.9)):
-        best = max(ours[f"decode{n}_tok_s"])
-        misses = statistics.fmean(m["ours"] for m in ours[f"misses{n}"])
-        transfer = ours["moe_layers"] * misses * ours["expert_bytes"] / (ours["link_gb_s"] * GB)
-        limit = n / max(floor[f"decode{n}_tok_s"]) + transfer
-        versus, of_floor = best / max(max(s[f"decode{n}_tok_s"]) for s in stock), limit / (n / best)
-        out[f"exact.decode{n}_vs_stock"] = (versus, wanted, versus >= wanted)
-        out[f"exact.decode{n}_of_floor"] = (of_floor, 0.85, of_floor >= 0.85)
-        ratios += [m["ours"] / m["fixed"] for m in ours[f"misses{n}"]]
-    out["exact.miss_ratio"] = (max(ratios), 1.15, max(ratios) <= 1.15)
-    stock_s = min(min(s[k]) for s in stock for k in ("prefill_2048_s", "prefill_8192_s") if k in s)
-    prefill = stock_s / min(ours["prefill_8192_s"])
-    out["exact.prefill_vs_stock"] = (prefill, 2.0, prefill >= 2.0)
-    over = (ours["ram"]["VmHWM"] - ours["experts_bytes"]) / GB
-    out["exact.ram_over_experts_gb"] = (over, 6.0, over <= 6.0)
-    return {k: {"value": v, "want": w, "ok": ok} for k, (v, w, ok) in out.items()}
-
-
-def report(args: argparse.Namespace) -> None:
-    folder = Path(args.report)
-    meta = json.loads((folder / "meta.json").read_text())
-    raw = {p.stem: json.loads(p.read_text()) for p in sorted(folder.glob("*.json")) if p.stem != "meta"}
-    document = {
-        "what": "exact mode against stock exllamav3 and the PCIe floor: 8 sparse layers of real shape, random weights",
-        **meta, "settings": {"slots": raw["ours"]["slots"], "chunk": raw["ours"]["chunk"], "prompt_tokens": PROMPT},
-        "raw": raw, "bars": bars(raw),
-    }  # fmt: skip
-    Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
-    for name, bar in document["bars"].items():
-        print(f"{'ok  ' if bar['ok'] else 'MISS'} {name} {bar['value']} (want {bar['want']})")
+    def process(self, name: str, command: list[str], **kwargs: Any) -> None:
+        """Run to its end or its limit. A limit is a record of its own, an error is kept, and both let the next run."""
+        limit = min(self.args.limit or LIMITS[name.partition("-")[0]], self.end_s - time.monotonic())
+        record = self.folder / f"{name}.json"
+        if limit < SHORTEST_S:
+            record.write_text(json.dumps({"skipped": True, "seconds_left": round(max(limit, 0.0), 1)}))
+            print(f"{name}: skipped, the call's time is used up", flush=True)
+            return
+        start = time.perf_counter()
+        code, output = run_limited(command, limit, **kwargs)
+        seconds = round(time.perf_counter() - start, 1)
+        print(f"{name}: {'over its limit of' if code is None else f'rc {code},'} {seconds} s", flush=True)
+        if code is None and not record.exists():
+            record.write_text(json.dumps({"timed_out": True, "limit_s": round(limit, 1)}))
+        if code != 0:
+            (self.folder / f"{name}.error").write_text(output[-12000:])
+            print(output[-3000:], flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", default="")
     parser.add_argument("--out", required=True)
-    parser.add_argument("--stages", default="floor,ours,stock-12,stock-14-brief,stock-8-brief")
+    parser.add_argument("--stages", default="speed")
+    parser.add_argument("--budget", type=float, default=530, help="seconds this call may take in all")
+    parser.add_argument("--flash", default=os.environ.get("GLM53_TEST_FLASH", ""), help="checkpoint of the GPU tests")
     parser.add_argument("--slots", type=int, default=248)
     parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--limit", type=int, default=240, help="seconds a worker may take")
+    parser.add_argument("--limit", type=float, help="seconds a stage may take, instead of its own limit")
     parser.add_argument("--knobs", default="", help="JSON object of cache policy knobs")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--report")
-    for name in ("--worker",):
-        parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--brief", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--on-cpu", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--chunk", type=int, default=2048, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.report:
-        report(args)
+        exact_bars.report(Path(args.report), Path(args.out), PROMPT)
     elif args.worker:
         result = work_ours(args) if args.worker == "ours" else work_stock(args)
         Path(args.out, f"{args.worker}.json").write_text(json.dumps(result))
     else:
-        stages(args)
+        Stages(args).run()
 
 
 if __name__ == "__main__":  # stock's CPU worker is a spawned process

@@ -1,0 +1,91 @@
+"""bench/gpu_exact.py without a GPU: stages that end in time, over time or badly, and the report made of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import gpu_exact
+
+    return gpu_exact
+
+
+def stages(bench: Any, folder: Path, **changes: Any) -> Any:
+    values = {"out": str(folder), "budget": 60.0, "limit": None, "checkpoint": "", "stages": "", **changes}
+    return bench.Stages(argparse.Namespace(**values))
+
+
+def test_a_stage_over_its_limit_is_a_record_and_the_next_one_runs(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "SHORTEST_S", 0.0)
+    slow = "import subprocess, sys, time; print('at work', flush=True); c = subprocess.Popen(['sleep', '60']); c.wait()"
+    made = stages(bench, tmp_path, limit=1.5)
+    start = time.monotonic()
+    made.process("stock-14", [sys.executable, "-c", slow])
+    assert time.monotonic() - start < 20  # its child was ended too
+    assert json.loads((tmp_path / "stock-14.json").read_text()) == {"timed_out": True, "limit_s": 1.5}
+    assert "at work" in (tmp_path / "stock-14.error").read_text()
+    made.process("stock-8", [sys.executable, "-c", f"open({str(tmp_path / 'stock-8.json')!r}, 'w').write('[1]')"])
+    assert json.loads((tmp_path / "stock-8.json").read_text()) == [1]
+    made.process("floor", [sys.executable, "-c", "raise SystemExit('no such file')"])
+    assert not (tmp_path / "floor.json").exists()
+    assert "no such file" in (tmp_path / "floor.error").read_text()
+
+
+def test_a_stage_that_does_not_fit_the_call_says_so(bench: Any, tmp_path: Path) -> None:
+    stages(bench, tmp_path, budget=1.0).process("stock-8", ["false"])
+    assert json.loads((tmp_path / "stock-8.json").read_text())["skipped"] is True
+
+
+def test_every_stage_of_a_group_has_a_limit(bench: Any) -> None:
+    for group in bench.GROUPS.values():
+        for stage in group.split(","):
+            assert stage == "read" or stage.partition("-")[0] in bench.LIMITS
+
+
+def test_the_report_takes_the_tests_from_their_xml_and_leaves_out_what_is_missing(bench: Any, tmp_path: Path) -> None:
+    cases = "".join(
+        f"<testcase name='{name}' time='1.5'>{'<failure>x</failure>' if 'staged' in name else ''}</testcase>"
+        for name in bench.exact_bars.EQUAL_MUST_HAVE
+    )
+    (tmp_path / "equal.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    (tmp_path / "stock-14.json").write_text('{"timed_out": true, "limit_s": 60.0}')
+    (tmp_path / "meta.json").write_text('{"machine": "m"}')
+    out = tmp_path / "out" / "r.json"
+    out.parent.mkdir()
+    bench.exact_bars.report(tmp_path, out, 300)
+    document = json.loads(out.read_text())
+    assert document["bars"] == {"exact.equal": {"value": False, "want": True, "ok": False}}
+    assert len(document["raw"]["equal"]["tests"]) == len(bench.exact_bars.EQUAL_MUST_HAVE)
+
+
+def test_equality_is_not_claimed_without_the_tests_of_the_real_shape(bench: Any) -> None:
+    tests = [{"name": n, "ok": True} for n in bench.exact_bars.EQUAL_MUST_HAVE]
+    assert bench.exact_bars.bars({"equal": {"tests": tests}})["exact.equal"]["ok"]
+    assert not bench.exact_bars.bars({"equal": {"tests": tests[1:]}})["exact.equal"]["ok"]
+    skipped = [{**tests[0], "skipped": True}, *tests[1:]]
+    assert not bench.exact_bars.bars({"equal": {"tests": skipped}})["exact.equal"]["ok"]
+
+
+def test_host_calls_are_counted_in_the_layer_they_fall_into(bench: Any) -> None:
+    from exact_trace import calls_inside
+
+    ranges = [(0, 10.0, 20.0), (1, 30.0, 40.0), (0, 50.0, 60.0)]
+    calls = [("cudaLaunchKernel", 12.0), ("cudaLaunchKernel", 25.0), ("cudaStreamSynchronize", 35.0),
+             ("cudaLaunchKernel", 55.0), ("cudaStreamSynchronize", 70.0)]  # fmt: skip
+    rows = calls_inside(ranges, list(reversed(calls)), 2)
+    assert rows[0] == {"layer": 0, "runs": 2, "calls": {"cudaLaunchKernel": 2}, "waits": 0}
+    assert rows[1] == {"layer": 1, "runs": 1, "calls": {"cudaStreamSynchronize": 1}, "waits": 1}
