@@ -37,11 +37,11 @@ class Failed(Exception):
     """The measurement could not be made; the text says why."""
 
 
-def build() -> None:
-    """Configures and builds the native benchmark."""
+def build(target: str) -> None:
+    """Configures and builds a native benchmark."""
     for command in (
         ["cmake", "--preset", "bench"],
-        ["cmake", "--build", "--preset", "bench", "--target", "bench_cpu_moe"],
+        ["cmake", "--build", "--preset", "bench", "--target", target],
     ):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -51,7 +51,7 @@ def build() -> None:
 def measure(binary: Path, arguments: list[str]) -> dict[str, Any]:
     """The native benchmark's JSON object."""
     if binary == BINARY and not binary.exists():
-        build()
+        build("bench_cpu_moe")
     try:
         done = subprocess.run([str(binary), *arguments], capture_output=True, text=True, check=False)
     except OSError as error:

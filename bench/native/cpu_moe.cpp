@@ -3,10 +3,7 @@
 // Every forward gives all its rows the same top_k experts, so that each expert is decoded once per call; the next call
 // takes the next experts, round the whole set. Variants (instruction set, rows, threads) and a plain read of the same
 // memory are interleaved, so that another load on the machine meets all of them. One JSON object on stdout.
-#include <sys/mman.h>
-
 #include <atomic>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -17,9 +14,9 @@
 #include <string>
 #include <vector>
 
-#include "common/half.h"
 #include "cpu/dispatch.h"
 #include "cpu/moe.h"
+#include "experts.h"
 #include "measure.h"
 
 using namespace glm53;
@@ -57,55 +54,6 @@ Settings parse(int argc, char** argv) {
     return s;
 }
 
-// Random trellises in one mapping with huge pages where they are free, as the product's arena has them.
-class Experts {
-  public:
-    explicit Experts(const Settings& s)
-        : matrix_bytes_(static_cast<size_t>(s.hidden) * s.intermediate * s.bits / 8),
-          bytes_(matrix_bytes_ * 3 * s.experts),
-          table(s.experts, s.hidden, s.intermediate, 10.0f) {
-        constexpr size_t kHuge = 2 << 20;
-        void* map = mmap(nullptr, bytes_ + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (map == MAP_FAILED) throw std::bad_alloc();
-        data_ = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(map) + kHuge - 1) & ~(kHuge - 1));
-        madvise(data_, bytes_, MADV_HUGEPAGE);
-        std::mt19937_64 random(1);
-        for (size_t i = 0; i + 8 <= bytes_; i += 8) {
-            const uint64_t word = random();
-            std::memcpy(data_ + i, &word, 8);
-        }
-        const auto in = scales(s.hidden, 1.4f / std::sqrt(static_cast<float>(s.hidden)), random);
-        const auto in_down = scales(s.intermediate, 1.0f / std::sqrt(static_cast<float>(s.intermediate)), random);
-        for (int e = 0; e < s.experts; ++e) {
-            for (int part = 0; part < 3; ++part) {
-                const bool down = part == 2;
-                const std::span trellis(reinterpret_cast<std::byte*>(data_) + (e * 3 + part) * matrix_bytes_,
-                                        matrix_bytes_);
-                table.set(e, static_cast<cpu::Part>(part), trellis, std::as_bytes(std::span(down ? in_down : in)),
-                          std::as_bytes(std::span(scales(down ? s.hidden : s.intermediate, 1.0f, random))), s.bits);
-            }
-        }
-    }
-    const uint8_t* data() const { return data_; }
-    size_t bytes() const { return bytes_; }
-
-  private:
-    const std::vector<uint16_t>& scales(int count, float size, std::mt19937_64& random) {
-        auto values = std::make_unique<std::vector<uint16_t>>(count);
-        for (uint16_t& v : *values) v = float_to_half(random() & 1 ? size : -size);
-        kept_.push_back(std::move(values));
-        return *kept_.back();
-    }
-
-    size_t matrix_bytes_;
-    size_t bytes_;
-    uint8_t* data_ = nullptr;
-    std::vector<std::unique_ptr<std::vector<uint16_t>>> kept_;
-
-  public:
-    cpu::ExpertTable table;
-};
-
 struct Run {
     double seconds_per_expert;
     double bytes_per_second;
@@ -119,7 +67,7 @@ struct Variant {
 };
 
 // Calls forward `calls` times, each with the next top_k experts.
-Run time_forward(Variant& v, const Experts& experts, const Settings& s, int& next_expert) {
+Run time_forward(Variant& v, const bench::Experts& experts, const Settings& s, int& next_expert) {
     static std::vector<float> x, out, weights;
     static std::vector<int64_t> picks;
     std::mt19937 random(3);
@@ -144,7 +92,7 @@ Run time_forward(Variant& v, const Experts& experts, const Settings& s, int& nex
     return {seconds / (s.calls * s.top_k), rate, rate / clock};
 }
 
-double time_read(const Experts& experts, ThreadPool& pool) {
+double time_read(const bench::Experts& experts, ThreadPool& pool) {
     std::atomic<uint64_t> sink{0};
     const double begin = bench::now();
     pool.run([&](int worker) {
@@ -167,7 +115,7 @@ void print_rates(const char* name, const std::vector<double>& values) {
 }
 
 int run(const Settings& s) {
-    Experts experts(s);
+    bench::Experts experts(s.experts, s.hidden, s.intermediate, s.bits);
     std::vector<std::unique_ptr<cpu::CpuMoe>> moes;
     std::vector<Variant> variants;
     for (const std::string& isa : cpu::available_isas()) {
