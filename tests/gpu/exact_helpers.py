@@ -18,6 +18,7 @@ import glm53
 from glm53.config import Settings
 from glm53.engine.exllama import pins
 from glm53.engine.exllama.loader import Loaded, LoadOptions, architecture, load
+from glm53.engine.exllama.passes import Passes
 
 TINY = Path(glm53.__file__).parent / "models" / "tiny"
 PROMPTS = (1, 8, 300, 4103)
@@ -118,9 +119,9 @@ def differences(ours: Answers, stock: Answers) -> list[str]:
     return found
 
 
-def timed(run: Any) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+def settle(passes: Passes, seconds: float = 20.0) -> None:
+    """What the engine does between passes until nothing is lent and the slots are full again."""
+    end = time.monotonic() + seconds
+    while passes.between(prompts_left=False):
+        assert time.monotonic() < end, f"{passes.lent_bytes} bytes of slots are still lent"
+        torch.cuda.synchronize()

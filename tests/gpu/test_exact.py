@@ -20,6 +20,7 @@ from exact_helpers import (
     load_ours,
     make_generator,
     prompt_ids,
+    settle,
 )
 
 from glm53.engine.exllama import ExllamaEngine
@@ -84,8 +85,7 @@ def test_still_equal_after_all_slots_were_lent_and_taken_back(ours: Ours, stock:
     assert ours.runtime.lend(10**12, ours.passes.stream) == slots * ours.runtime.slot_bytes
     ours.passes._lent = slots * ours.runtime.slot_bytes
     assert ours.differences(stock, PROMPTS[:3]) == []
-    while ours.passes.between(prompts_left=False):
-        torch.cuda.synchronize()
+    settle(ours.passes)
     stats = ours.runtime.stats(0)
     assert stats["lent_slots"] == 0
     assert stats["refills"] > 0

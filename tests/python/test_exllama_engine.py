@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from exllama_helpers import TINY, make_settings, use_fakes
 
-from glm53.engine.exllama import ExllamaEngine
-from glm53.engine.exllama.loader import LoadOptions, slot_count
+from glm53.engine.exllama import ExllamaEngine, passes
+from glm53.engine.exllama.loader import LoadOptions, load, slot_count
+from glm53.engine.exllama.passes import Upkeep
 from glm53.engine.protocol import GenerationRequest, SamplingParams
 from glm53.errors import DeviceError, EngineError, PromptTooLong, RequestError
 
@@ -84,6 +88,161 @@ def test_slots_are_lent_to_a_long_prompt_and_refilled(engines: Any, cuda: Any) -
     stats = engine._loaded.runtime.stats(0)
     assert stats["lent_slots"] == 0
     assert stats["refills"] > 0
+
+
+@pytest.fixture
+def loaded(cuda: Any, tmp_path: Path) -> Iterator[Any]:
+    """A loaded model without an engine: nothing happens between the passes but what a test does."""
+    made = load(make_settings(tmp_path, ec_reserve_gb=0.0), lambda stage, fraction: None, LoadOptions(max_slots=40))
+    cuda.free = 0  # nothing is left beside the slots
+    made.model.forward(torch.tensor([[5]]), {})
+    yield made
+    made.close()
+
+
+def lend(loaded: Any) -> int:
+    """A long prompt's borrowing; the slots that are lent then."""
+    loaded.passes._make_room(10**6, 0)
+    return int(loaded.runtime.stats(0)["lent_slots"])
+
+
+def test_every_lending_is_taken_back_at_the_first_chance(loaded: Any) -> None:
+    for _ in range(3):  # within a second of each other
+        assert lend(loaded) > 0
+        rounds = 0
+        while loaded.passes.between(prompts_left=False):
+            rounds += 1
+            assert rounds < 50
+        assert loaded.passes.lent_bytes == 0
+        assert loaded.runtime.stats(0)["lent_slots"] == 0
+    assert loaded.runtime.verify(0) == []
+
+
+def test_slots_whose_memory_is_not_to_be_had_stay_lent_and_are_tried_again(
+    loaded: Any, cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = lend(loaded)
+    assert loaded.passes.between(prompts_left=True) is Upkeep.LATER
+    cuda.device.fail_next_alloc()
+    assert loaded.passes.between(prompts_left=False) is Upkeep.LATER
+    assert loaded.passes.between(prompts_left=False) is Upkeep.LATER  # too early to ask again
+    assert loaded.passes.lent_bytes == slots * loaded.runtime.slot_bytes
+    now = passes.time.monotonic()
+    monkeypatch.setattr(passes, "time", SimpleNamespace(monotonic=lambda: now + 5))
+    while loaded.passes.between(prompts_left=False) is Upkeep.NOW:
+        pass
+    assert loaded.passes.between(prompts_left=False) is Upkeep.NONE
+    assert loaded.runtime.stats(0)["lent_slots"] == 0
+
+
+def test_an_idle_engine_goes_on_until_everything_lent_is_back_without_spinning(
+    engines: Any, cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passes, "_RETRY_S", 0.4)
+    engine = engines(LoadOptions(max_slots=40, stage_from=64), ec_reserve_gb=0.0, ec_elastic_gb=0.001)
+    cuda.free = 0
+    device, calls = cuda.device, []
+    taken, between = engine._loaded.runtime.take_back, engine._loaded.passes.between
+
+    class Refusing:
+        """The runtime, whose first attempts find the memory taken."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engine._loaded.runtime, name)
+
+        def take_back(self, stream: int) -> int:
+            if len(calls) < 3:
+                device.fail_next_alloc()
+            calls.append("attempt")
+            return int(taken(stream))
+
+    def counted(prompts_left: bool) -> Upkeep:
+        rounds.append(prompts_left)
+        return between(prompts_left)
+
+    rounds: list[bool] = []
+    monkeypatch.setattr(engine._loaded.passes, "_rt", Refusing())
+    asyncio.run(answers(engine, PROMPTS[2:], 2))
+    monkeypatch.setattr(engine._loaded.passes, "between", counted)
+    deadline = time.monotonic() + 20
+    while engine._loaded.passes.lent_bytes and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert engine._loaded.passes.lent_bytes == 0
+    assert len(calls) == 4
+    assert len(rounds) < 40
+
+
+def test_streams_that_wait_their_turn_do_not_keep_slots_lent(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engines(LoadOptions(max_slots=8), autosplit_max_batch_size=1)
+    between, seen = engine._loaded.passes.between, []
+
+    def recorded(prompts_left: bool) -> Upkeep:
+        seen.append((prompts_left, engine._generator.num_pending_jobs()))
+        return between(prompts_left)
+
+    monkeypatch.setattr(engine._loaded.passes, "between", recorded)
+    asyncio.run(answers(engine, PROMPTS[:2], 8))
+    assert [left for left, pending in seen if pending] == [False] * len([1 for _, pending in seen if pending])
+    assert any(pending for _, pending in seen)
+
+
+def test_a_cancelled_prompt_is_read_no_further_than_its_chunk(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engines(LoadOptions(max_slots=8))
+    engine._generator.chunk = 16
+    prefill, read = engine._generator.model.prefill, []
+
+    async def run() -> Any:
+        stream = engine.submit(GenerationRequest("c", PROMPTS[2], 5, sampling=GREEDY))
+
+        def cancelling(ids: torch.Tensor, params: Any = None) -> Any:
+            read.append(ids.numel())
+            if len(read) == 3:
+                stream.cancel()
+            return prefill(ids, params)
+
+        monkeypatch.setattr(engine._generator.model, "prefill", cancelling)
+        return await asyncio.wait_for(collect(stream), 20)
+
+    ids, finish = asyncio.run(run())
+    assert (ids, finish.reason) == ([], "cancelled")
+    assert read == [16, 16, 16]
+
+
+def test_streams_cancelled_at_any_moment_all_get_their_finish(engines: Any) -> None:
+    engine = engines(LoadOptions(max_slots=8))
+
+    async def run() -> list[Any]:
+        streams = [engine.submit(GenerationRequest(str(i), PROMPTS[i % 2], 40, sampling=GREEDY)) for i in range(24)]
+        readers = [asyncio.create_task(collect(s)) for s in streams]
+        for i, stream in enumerate(streams):
+            if i % 5:
+                threading.Timer(0.004 * i, stream.cancel).start()
+        return await asyncio.wait_for(asyncio.gather(*readers), 60)
+
+    reasons = [finish.reason for _, finish in asyncio.run(run())]
+    assert set(reasons) <= {"cancelled", "length"}
+    assert [reasons[i] for i in range(0, 24, 5)] == ["length"] * 5
+    assert engine.stats()["running"] == 0
+
+
+def test_what_is_submitted_as_the_worker_ends_is_refused_not_forgotten(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(LoadOptions(max_slots=8))
+
+    def end_first(ids: Any) -> None:  # the worker ends between the check and the hand-over
+        engine._closing = True
+        engine._wake.set()
+        engine._thread.join()
+
+    async def run() -> None:
+        monkeypatch.setattr(engine, "_check", end_first)
+        with pytest.raises(EngineError, match="the engine has stopped"):
+            engine.submit(GenerationRequest("late", [1], 1))
+        with pytest.raises(EngineError, match="the engine has stopped"):
+            await asyncio.wait_for(engine.score([1, 2], 0), 5)
+
+    asyncio.run(run())
 
 
 def test_a_smaller_kv_cache_leaves_more_slots_and_less_vram_fails_clearly(engines: Any, cuda: Any) -> None:

@@ -26,6 +26,7 @@ from ..stream import QueuedStream
 from . import warm
 from .jobs import Stream, score_rows
 from .loader import RECURRENT_CACHE_BYTES, Loaded, LoadOptions, load
+from .passes import Upkeep
 
 log = logging.getLogger(__name__)
 _IDLE_WAIT_S = 0.25
@@ -66,7 +67,7 @@ class ExllamaEngine:
         self._snapshot: dict[str, Any] = {}
         self._beat_s = self._snapshot_s = self._saved_s = time.monotonic()
         self._wake = threading.Event()
-        self._closing = False
+        self._closing = self._ended = False
         self._dead: str | None = None
         self._thread = threading.Thread(target=self._run, name="glm53-gpu-engine", daemon=True)
         self._thread.start()
@@ -87,19 +88,23 @@ class ExllamaEngine:
         if request.max_tokens < 1:
             raise RequestError("max_tokens must be at least 1", param="max_tokens")
         stream = Stream(request, QueuedStream(len(request.prompt_ids)), self._tokenizer)
-        with self._lock:
-            self._submitted.append(stream)
-        self._wake.set()
+        self._queue(self._submitted, stream)
         return stream.stream
 
     async def score(self, ids: Sequence[int], top: int) -> list[TokenScore]:
         """Teacher-forced log-probabilities of `ids` with the `top` best alternatives; cancelling the await stops it."""
         self._check(ids)
         future: Future[list[TokenScore]] = Future()
-        with self._lock:
-            self._scorings.append(([int(i) for i in ids], top, future))
-        self._wake.set()
+        self._queue(self._scorings, ([int(i) for i in ids], top, future))
         return await asyncio.wrap_future(future)
+
+    def _queue(self, waiting: deque[Any], what: Any) -> None:
+        """Hand something to the worker, unless it has just ended: then nobody would ever answer."""
+        with self._lock:
+            if self._ended:
+                raise EngineError(f"the engine has stopped: {self._dead or 'it is shutting down'}")
+            waiting.append(what)
+        self._wake.set()
 
     def _check(self, ids: Sequence[int]) -> None:
         if self._dead:
@@ -159,7 +164,7 @@ class ExllamaEngine:
             self._shut_down()
 
     def _round(self) -> bool:
-        """One step of everything; False when there was nothing to do."""
+        """One step of everything; False when there is nothing to do for now (slots that are lent wait a while)."""
         self._admit()
         self._drop_cancelled()
         scored = self._score_one()
@@ -167,10 +172,9 @@ class ExllamaEngine:
         if worked:
             for result in self._generator.iterate():
                 self._deliver(result)
-        prompts_left = any(not s.prefill_done for s in self._streams)
-        busy = self._loaded.passes.between(prompts_left)
+        upkeep = self._loaded.passes.between(prompts_left=any(s.prefilling for s in self._streams))
         self._keep_books()
-        return worked or scored or busy
+        return worked or scored or upkeep is Upkeep.NOW
 
     def _admit(self) -> None:
         while True:
@@ -269,6 +273,7 @@ class ExllamaEngine:
     def _fail_all(self, reason: str) -> None:
         finish = Finish("error", error=reason)
         with self._lock:
+            self._ended = True
             waiting, self._submitted = list(self._submitted), deque()
             scorings, self._scorings = list(self._scorings), deque()
         for stream in (*self._streams, *waiting):

@@ -41,6 +41,11 @@ class Stream:
         self.prefill_done = False
         stream.usage.submitted_s = time.monotonic()
 
+    @property
+    def prefilling(self) -> bool:
+        """Its prompt is being read; a stream that waits for its turn is not."""
+        return bool(self.stream.usage.prefill_start_s) and not self.prefill_done
+
     def make_job(self, exllamav3: Any, tokenizer: Any, vocab_size: int, cache_tokens: int) -> Any:
         """The exllamav3 job; its identifier is this object."""
         r = self.request

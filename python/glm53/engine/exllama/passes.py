@@ -1,7 +1,8 @@
 """What happens around exllamav3's forward passes: which way the experts are read, and who has the VRAM meanwhile.
 
 States: resident (slots hold experts) -> lent (a long prompt took segments for staging and activations) -> refilling
-(slots are back and fill with the hottest experts in the background) -> resident.
+(slots are back and fill with the hottest experts in the background) -> resident. Lent slots whose memory another holds
+stay lent and are asked for again every second; a new lending is asked back at the first chance.
 Threads: the engine thread alone. Costs: a decode step adds one call per MoE layer and no wait; a long prompt one wait
 at its start; every round between passes while refilling, two.
 """
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -27,6 +29,15 @@ _MEASURED_FROM = 512
 """Tokens from which the measured need per token is trusted: smaller passes are mostly fixed costs."""
 _RETRY_S = 1.0
 """Time between attempts to get lent memory back while others hold it."""
+
+
+class Upkeep(IntEnum):
+    """What `Passes.between` has left to do; false when it is nothing."""
+
+    NONE = 0
+    LATER = 1
+    """Something is lent that cannot be had back yet: call again, but wait before."""
+    NOW = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,21 +140,33 @@ class Passes:
         lent = self._rt.lend(min(short, limit), self.stream) if limit and short > 0 else 0
         if lent:
             self._lent += lent
+            self._retry_s = 0.0
             self.counts["lendings"] += 1
 
-    def between(self, prompts_left: bool) -> bool:
-        """Take lent slots back once no prompt is being read, and refill; True while there is more to do."""
+    @property
+    def lent_bytes(self) -> int:
+        """VRAM of the slots that are lent now."""
+        return self._lent
+
+    def between(self, prompts_left: bool) -> Upkeep:
+        """Take lent slots back once no prompt is being read, and refill them; says what is left to do."""
         if prompts_left:
-            return False
+            return Upkeep.LATER if self._lent or self._refilling else Upkeep.NONE
         if self._lent and time.monotonic() >= self._retry_s:
-            self._rt.free_staging()
-            torch.cuda.empty_cache()
-            self._lent = max(0, self._lent - self._rt.take_back(self.stream) * self._rt.slot_bytes)
-            self._retry_s = time.monotonic() + _RETRY_S
-            self._refilling = True
+            self._take_back()
         if self._refilling:
             self._refilling = self._rt.refill(REFILL_AT_ONCE, self.stream, int(self._copy.cuda_stream)) > 0
-        return self._refilling
+        if self._refilling:
+            return Upkeep.NOW
+        return Upkeep.LATER if self._lent else Upkeep.NONE
+
+    def _take_back(self) -> None:
+        self._rt.free_staging()
+        torch.cuda.empty_cache()
+        slots = self._rt.take_back(self.stream)
+        self._lent = max(0, self._lent - slots * self._rt.slot_bytes)
+        self._refilling = self._refilling or slots > 0
+        self._retry_s = time.monotonic() + _RETRY_S if self._lent else 0.0
 
     def refill_all(self) -> None:
         """Fill empty slots with the hottest experts, waiting for the copies (at load)."""
