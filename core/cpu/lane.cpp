@@ -13,6 +13,10 @@ namespace glm53::cpu {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using namespace std::chrono_literals;
+
+// More between two looks of the watchdog is time in which the whole process did not run, not a worker's fault.
+constexpr auto kLongestTick = 100ms;
 
 int checked_hidden(const std::vector<const ExpertTable*>& tables, std::span<std::byte> block) {
     if (tables.empty() || std::count(tables.begin(), tables.end(), nullptr)) {
@@ -196,7 +200,7 @@ bool CpuLane::serve(int worker, std::uint64_t job) {
     mine.arrived.store(job, std::memory_order_relaxed);
     arrived_.fetch_add(1, std::memory_order_acq_rel);
     const auto met = [&] { return arrived_.load(std::memory_order_acquire) >= all; };
-    while (!spin(met, std::chrono::microseconds(100))) {
+    while (!spin(met, 100us)) {
         if (over()) return false;
     }
     if (verdict == LaneVerdict::kOk) reduce(worker, slot, job);
@@ -290,20 +294,22 @@ void CpuLane::fail(LaneVerdict verdict, std::uint64_t decided, int worker, const
 
 void CpuLane::watch() {
     std::uint64_t decided = decided_.load(std::memory_order_acquire);
-    auto since = Clock::now();
+    auto before = Clock::now();
+    std::chrono::nanoseconds waited{0};
     while (!stop_.load(std::memory_order_acquire)) {
         std::this_thread::sleep_for(options_.poll);
+        const auto time = Clock::now();
         const std::uint64_t now = decided_.load(std::memory_order_acquire);
-        if (now != decided || !published(std::uint64_t{number(now)} + 1)) {
-            decided = now;
-            since = Clock::now();
-        }
-        if (published(std::uint64_t{number(now)} + 1)) watch_job(now, since);
+        const bool waiting = published(std::uint64_t{number(now)} + 1);
+        waited = waiting && now == decided ? waited + std::min<Clock::duration>(time - before, kLongestTick) : 0ns;
+        before = time;
+        decided = now;
+        if (waiting) watch_job(now, waited);
     }
 }
 
-// A job waits behind `decided`, for all the watchdog knows since `since`.
-void CpuLane::watch_job(std::uint64_t decided, Clock::time_point since) {
+// A job waits behind `decided`, for all the watchdog knows since `waited`.
+void CpuLane::watch_job(std::uint64_t decided, std::chrono::nanoseconds waited) {
     const std::uint32_t job = number(decided) + 1;
     if (ends_lane(verdict_of(decided))) {  // nobody else decides any more
         const std::uint64_t word = lane_done_word(verdict_of(decided), job);
@@ -312,7 +318,7 @@ void CpuLane::watch_job(std::uint64_t decided, Clock::time_point since) {
         return;
     }
     if (parked_.load(std::memory_order_relaxed)) wake();
-    if (Clock::now() - since < options_.limit) return;
+    if (waited < options_.limit) return;
     int late = 0;
     while (late < threads() && number(workers_[static_cast<size_t>(late)]->arrived.load()) == job) ++late;
     const bool all_arrived = late == threads();

@@ -10,7 +10,8 @@
 // Who decides          decided_ holds the last decided job's word. It moves from job j - 1 to j by compare-and-swap, by
 //                      the last worker to finish or by whoever notices a failure, and only the winner writes `done`.
 // Threads   `threads` workers and one watchdog, which looks every `poll`: it wakes parked workers when a job is there,
-//           and fails the lane when one is not done within `limit`. wake(), health() and stats() from any thread.
+//           and fails the lane when one is not done within `limit` (of running time: a process that was stopped for
+//           a while finds its lane alive). wake(), health() and stats() from any thread.
 // Costs     memory: 2 * (8, hidden) floats a worker, and scratch. Time of a job beside its units: the line of
 //           `published` to every core, one meeting, a reduction of (workers, rows, hidden) floats shared by all; and
 //           rounding the rows of an expert once in every worker that has a slice of it (2-6 % of its units' time),
@@ -105,7 +106,7 @@ class CpuLane {
     void decide(LaneVerdict verdict, std::uint64_t job);
     void fail(LaneVerdict verdict, std::uint64_t decided, int worker, const std::string& reason);
     void watch();
-    void watch_job(std::uint64_t decided, std::chrono::steady_clock::time_point since);
+    void watch_job(std::uint64_t decided, std::chrono::nanoseconds waited);
     void stop();
     template <class Ready>
     bool spin(Ready ready, std::chrono::microseconds limit) const;
