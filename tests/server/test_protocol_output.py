@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from protocol_helpers import TOOLS1, TOOLS1_RAW, ends, events_of, parser, run, splits, token
+from protocol_helpers import TOOLS1, ends, events_of, parser, run, splits, token
 
 from glm53.chat import parse_tools
 from glm53.engine.protocol import Finish
@@ -355,10 +355,6 @@ def test_content_tokens_leave_calls_out() -> None:
         p = parser(tools=TOOLS1, keep_tokens=True)
         events = [e for i in range(0, 8, batch) for e in p.feed(tokens[i : i + batch])] + p.finish(ends()["user"])
         assert [t.data for t in collect(events).tokens] == [b"ink>o", b"k", b"\n", b"end"]
-
-
-def test_tools_raw_is_what_the_cases_use() -> None:
-    assert [t["function"]["name"] for t in TOOLS1_RAW] == ["write_file", "list_mailboxes"]
 
 
 def test_tokens_behind_a_stop_do_not_count() -> None:
