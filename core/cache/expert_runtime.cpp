@@ -11,6 +11,7 @@ namespace glm53 {
 namespace {
 
 constexpr int kStaged = 0, kRestored = 1, kRegions = 2;
+constexpr int kRows = kExpertParts + 1;   // of a layer's image: its tables, and where its experts are away
 constexpr std::size_t kPieceExperts = 2;  // 19 MB: 350 us on PCIe 5 x16
 constexpr std::size_t kPartAlign = 256;
 
@@ -57,11 +58,15 @@ struct ExpertRuntime::DeviceMemory {
         const std::size_t layers = sizeof(LayerTables) * static_cast<std::size_t>(config.clock.layers);
         const std::size_t addresses = sizeof(std::uint64_t) * static_cast<std::size_t>(segments);
         const std::size_t at_segments = align_up(layers, kPartAlign);
-        const std::size_t at_copies = at_segments + align_up(addresses, kPartAlign);
+        const std::size_t at_away = at_segments + align_up(addresses, kPartAlign);
+        const std::size_t away = sizeof(std::uint64_t) * static_cast<std::size_t>(config.clock.layers) *
+                                 static_cast<std::size_t>(config.clock.experts);
+        const std::size_t at_copies = at_away + align_up(away, kPartAlign);
         const std::size_t at_prompts = at_copies + align_up(sizeof(CopyList), kPartAlign);
         base_ = static_cast<char*>(device.alloc(at_prompts + align_up(sizeof(PromptCounters), kPartAlign)));
         view.layers = reinterpret_cast<LayerTables*>(base_);
         view.segments = reinterpret_cast<std::uint64_t*>(base_ + at_segments);
+        view.away = reinterpret_cast<std::uint64_t*>(base_ + at_away);
         view.copies = reinterpret_cast<CopyList*>(base_ + at_copies);
         view.prompts = reinterpret_cast<PromptCounters*>(base_ + at_prompts);
     }
@@ -86,7 +91,11 @@ ExpertRuntime::ExpertRuntime(std::shared_ptr<Device> device, ExpertRuntimeConfig
     cache.segment_slots = config_.segment_slots;
     cache.max_loading = config_.max_loading;
     cache_ = std::make_unique<ExpertCache>(device_, cache, part_homes(config_, layers_));
-    const std::size_t region = sizeof(std::int64_t) * kExpertParts * static_cast<std::size_t>(c.layers) * c.experts;
+    away_.resize(static_cast<std::size_t>(c.layers) * static_cast<std::size_t>(c.experts));
+    for (int layer = 0; layer < c.layers; ++layer) {
+        for (int e = 0; e < c.experts; ++e) away(layer, e) = home(layer, e);
+    }
+    const std::size_t region = sizeof(std::int64_t) * kRows * static_cast<std::size_t>(c.layers) * c.experts;
     mirrors_ = std::make_unique<HostArena>(kRegions * region, "address tables", device_);
     if (device_->info().is_cuda) {
         memory_ = std::make_unique<DeviceMemory>(*device_, config_, cache_->segments());
@@ -143,14 +152,15 @@ std::uint64_t ExpertRuntime::home(int layer, int expert) const {
     return layers_[layer].home + static_cast<std::uint64_t>(expert) * cache_->slot_bytes();
 }
 
-std::uint64_t ExpertRuntime::resident_or_home(int layer, int expert) const {
+std::uint64_t ExpertRuntime::found(int layer, int expert) const {
     const int slot = cache_->slot_of(layer, expert);
-    return slot >= 0 ? reinterpret_cast<std::uint64_t>(cache_->slot_address(slot)) : home(layer, expert);
+    if (slot >= 0) return reinterpret_cast<std::uint64_t>(cache_->slot_address(slot));
+    return away_[static_cast<std::size_t>(layer * config_.clock.experts + expert)];
 }
 
 std::int64_t* ExpertRuntime::mirror(int region, int layer, int part) const {
     const ClockConfig& c = config_.clock;
-    const std::size_t row = static_cast<std::size_t>((region * c.layers + layer) * kExpertParts + part);
+    const std::size_t row = static_cast<std::size_t>((region * c.layers + layer) * kRows + part);
     return reinterpret_cast<std::int64_t*>(mirrors_->data()) + row * static_cast<std::size_t>(c.experts);
 }
 
@@ -173,14 +183,20 @@ void ExpertRuntime::point(int layer, int expert, std::uint64_t base) {
     }
 }
 
+// Fills the layer's image with what its entries should be now.
+void ExpertRuntime::image(int region, int layer) {
+    for (int e = 0; e < config_.clock.experts; ++e) {
+        const std::uint64_t base = found(layer, e);
+        for (int p = 0; p < kExpertParts; ++p) {
+            mirror(region, layer, p)[e] = static_cast<std::int64_t>(base + cache_->part_offset(p));
+        }
+        mirror(region, layer, kExpertParts)[e] = static_cast<std::int64_t>(away(layer, e));
+    }
+}
+
 void ExpertRuntime::point_all(StreamHandle compute) {
     for (int layer = 0; layer < config_.clock.layers; ++layer) {
-        for (int e = 0; e < config_.clock.experts; ++e) {
-            const std::uint64_t base = resident_or_home(layer, e);
-            for (int p = 0; p < kExpertParts; ++p) {
-                mirror(kRestored, layer, p)[e] = static_cast<std::int64_t>(base + cache_->part_offset(p));
-            }
-        }
+        image(kRestored, layer);
         write_tables(kRestored, layer, compute);
     }
 }
@@ -200,9 +216,9 @@ void ExpertRuntime::decode(int layer, const std::int64_t* picks, int n, int rows
     for (int u = 0; u < step.unique; ++u) {
         if (step.evicted[u] < 0) continue;
         const int owner = step.evicted[u] / config_.clock.experts, expert = step.evicted[u] % config_.clock.experts;
-        point(owner, expert, home(owner, expert));
+        point(owner, expert, away(owner, expert));
     }
-    for (int u = 0; u < step.unique; ++u) point(layer, step.expert[u], resident_or_home(layer, step.expert[u]));
+    for (int u = 0; u < step.unique; ++u) point(layer, step.expert[u], found(layer, step.expert[u]));
 }
 
 void ExpertRuntime::prompt(int layer, const std::int64_t* picks, int n, int rows, StreamHandle compute) {
@@ -221,108 +237,9 @@ void ExpertRuntime::prompt(int layer, const std::int64_t* picks, int n, int rows
     for (int e = 0; e < config_.clock.experts; ++e) {
         totals_.prompts.distinct += counts[e] > 0;
         totals_.prompts.missing += counts[e] > 0 && cache_->slot_of(layer, e) < 0;
-        if (!in_prompt()) point(layer, e, resident_or_home(layer, e));
+        if (!in_prompt()) point(layer, e, found(layer, e));
     }
     cache_->note_rows(layer, counts, rows);
-}
-
-void ExpertRuntime::begin_prompt(std::size_t stage_bytes, StreamHandle compute, StreamHandle copy) {
-    if (in_prompt()) throw std::logic_error("ExpertRuntime: a long prompt is running already");
-    const std::size_t experts = std::min<std::size_t>(stage_bytes / cache_->slot_bytes(), config_.clock.experts);
-    const std::size_t bytes = std::max<std::size_t>(experts, 1) * cache_->slot_bytes();
-    download(compute);
-    if (!staging_ || staging_->bytes_each() != bytes) {
-        staging_.reset();
-        staging_ = std::make_unique<StagingBuffers>(device_, bytes);
-    }
-    compute_ = compute;
-    copy_ = copy;
-    entered_ = -1;
-    feeder_ = std::make_unique<StageFeeder>(device_, *staging_, copy);
-    try {
-        queue_layer(0);
-        if (config_.clock.layers > 1) queue_layer(1);
-    } catch (...) {
-        feeder_.reset();
-        throw;
-    }
-    totals_.long_prompts += 1;
-}
-
-// Missing experts in pieces of neighbours, in ascending order, as far as a buffer has room.
-void ExpertRuntime::queue_layer(int layer) {
-    std::vector<StagePiece> pieces;
-    std::size_t room = staging_->bytes_each() / cache_->slot_bytes();
-    const auto missing = [&](int e) { return e < config_.clock.experts && cache_->slot_of(layer, e) < 0; };
-    for (int e = 0; e < config_.clock.experts && room > 0; ++e) {
-        if (!missing(e)) continue;
-        const int first = e;
-        std::size_t count = 1;
-        while (count < kPieceExperts && count < room && missing(e + 1)) {
-            ++count;
-            ++e;
-        }
-        room -= count;
-        pieces.push_back({reinterpret_cast<const void*>(home(layer, first)), count * cache_->slot_bytes()});
-    }
-    feeder_->queue(layer, std::move(pieces));
-}
-
-void ExpertRuntime::image_staged(int layer, const std::vector<StagePiece>& pieces) {
-    const auto set = [&](int e, std::uint64_t base) {
-        for (int p = 0; p < kExpertParts; ++p) {
-            mirror(kStaged, layer, p)[e] = static_cast<std::int64_t>(base + cache_->part_offset(p));
-        }
-    };
-    for (int e = 0; e < config_.clock.experts; ++e) set(e, resident_or_home(layer, e));
-    for (const StagePiece& piece : pieces) {
-        if (!piece.at) continue;
-        const std::size_t first =
-            (reinterpret_cast<std::uint64_t>(piece.from) - layers_[layer].home) / cache_->slot_bytes();
-        const std::size_t count = piece.bytes / cache_->slot_bytes();
-        for (std::size_t i = 0; i < count; ++i) {
-            set(static_cast<int>(first + i), reinterpret_cast<std::uint64_t>(piece.at) + i * cache_->slot_bytes());
-        }
-        totals_.staged_bytes += piece.bytes;
-        totals_.staged_experts += count;
-    }
-}
-
-void ExpertRuntime::enter_layer(int layer, const std::int64_t* picks, int n, int rows) {
-    if (!in_prompt() || layer != entered_ + 1) {
-        throw std::logic_error("ExpertRuntime: layer " + std::to_string(layer) + " entered after " +
-                               std::to_string(entered_));
-    }
-    check_layer(layer);
-    if (layer > 0) feeder_->release(layer - 1, compute_);
-    image_staged(layer, feeder_->acquire(layer, compute_));
-    entered_ = layer;
-    write_tables(kStaged, layer, compute_);
-    prompt(layer, picks, n, rows, compute_);
-    if (layer > 0 && layer + 1 < config_.clock.layers) queue_layer(layer + 1);
-}
-
-void ExpertRuntime::finish_prompt() {
-    if (!in_prompt()) return;
-    feeder_->stop(compute_);
-    feeder_.reset();
-    for (int layer = 0; layer <= entered_; ++layer) {
-        for (int e = 0; e < config_.clock.experts; ++e) {
-            const std::uint64_t base = resident_or_home(layer, e);
-            for (int p = 0; p < kExpertParts; ++p) {
-                mirror(kRestored, layer, p)[e] = static_cast<std::int64_t>(base + cache_->part_offset(p));
-            }
-        }
-        write_tables(kRestored, layer, compute_);
-    }
-}
-
-void ExpertRuntime::free_staging() {
-    if (in_prompt()) throw std::logic_error("ExpertRuntime: the staging buffers are in use");
-    if (!staging_) return;
-    device_->stream_synchronize(compute_);
-    device_->stream_synchronize(copy_);
-    staging_.reset();
 }
 
 std::size_t ExpertRuntime::lend(std::size_t bytes, StreamHandle compute) {

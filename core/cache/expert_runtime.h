@@ -5,10 +5,12 @@
 //            the policy state lives there and nothing here waits (cuda/expert_step.h).
 //   prompt   a short prompt chunk: the picks are counted and read where they are, slot or home.
 //   long prompt   begin_prompt ... enter_layer(0), enter_layer(1), ... finish_prompt: every layer's missing experts are
-//            copied one layer ahead into staging buffers; the layer's tables point there until finish_prompt.
+//            copied one layer ahead into staging buffers; the layer's tables point there until finish_prompt, and those
+//            of the last two layers longer: nothing overwrites the buffers before the next long prompt or free_staging,
+//            so that the passes in between, first of all the rest of the same prompt, find these layers in VRAM.
 //
-// Invariant  outside a long prompt each table entry is the expert's slot or its home; both always hold its bytes. So
-//            an entry may be stale (home though resident), never wrong.
+// Invariant  each table entry is the expert's slot or where it is "away": at home or, while it is staged, in a staging
+//            buffer. All of them hold its bytes: an entry may be stale (home though resident), never wrong.
 // States     Ready -> Prompt (begin_prompt) -> Ready (finish_prompt, also after a failed pass). Between download and
 //            upload the host owns the policy state; every public call leaves it with the device.
 // Threads    one, the one that queues the forward passes; `compute` is always its stream.
@@ -84,6 +86,7 @@ class ExpertRuntime {
     std::size_t slot_bytes() const { return cache_->slot_bytes(); }
 
   private:
+    enum Region { kStaged, kRestored, kRegions };  // of mirrors_
     struct DeviceMemory;  // the device's copies of tables' addresses, segments, copy list and counters
 
     void check_layer(int layer) const;
@@ -91,18 +94,26 @@ class ExpertRuntime {
     void download(StreamHandle compute);
     void upload(StreamHandle compute);
     std::uint64_t home(int layer, int expert) const;
-    std::uint64_t resident_or_home(int layer, int expert) const;
+    std::uint64_t& away(int layer, int expert) {
+        return away_[static_cast<std::size_t>(layer * config_.clock.experts + expert)];
+    }
+    std::uint64_t found(int layer, int expert) const;       // its slot, or where it is away
     void point(int layer, int expert, std::uint64_t base);  // host tables only
+    void image(int region, int layer);
+    void unstage(int layer, StreamHandle compute);
+    void unstage_kept(StreamHandle compute);
     void point_all(StreamHandle compute);
     std::int64_t* mirror(int region, int layer, int part) const;
     void write_tables(int region, int layer, StreamHandle compute);
     void queue_layer(int layer);
-    void image_staged(int layer, const std::vector<StagePiece>& pieces);
+    void note_staged(int layer, const std::vector<StagePiece>& pieces);
 
     const std::shared_ptr<Device> device_;
     const ExpertRuntimeConfig config_;
     const std::vector<LayerTables> layers_;
     std::unique_ptr<ExpertCache> cache_;
+    std::vector<std::uint64_t> away_;     // (layers, experts)
+    std::vector<int> kept_;               // layers that still point into the staging buffers after a long prompt
     std::unique_ptr<HostArena> mirrors_;  // pinned images of all tables: [staged, restored]
     std::unique_ptr<DeviceMemory> memory_;
     std::unique_ptr<StagingBuffers> staging_;

@@ -15,8 +15,8 @@ __device__ std::uint64_t slot_address(const ExpertStepView& v, int slot) {
     return v.segments[slot / v.segment_slots] + static_cast<std::uint64_t>(slot % v.segment_slots) * v.slot_bytes;
 }
 
-__device__ std::uint64_t home_address(const ExpertStepView& v, int layer, int expert) {
-    return v.layers[layer].home + static_cast<std::uint64_t>(expert) * v.slot_bytes;
+__device__ std::uint64_t away_address(const ExpertStepView& v, int layer, int expert) {
+    return v.away[layer * v.sizes.experts + expert];
 }
 
 __device__ void point(const ExpertStepView& v, int layer, int expert, std::uint64_t base) {
@@ -35,19 +35,19 @@ __global__ void __launch_bounds__(kDecideThreads)
     for (int u = lanes.lane(); u < step.unique; u += lanes.width()) {
         if (step.evicted[u] >= 0) {
             const int owner = step.evicted[u] / v.sizes.experts, expert = step.evicted[u] % v.sizes.experts;
-            point(v, owner, expert, home_address(v, owner, expert));
+            point(v, owner, expert, away_address(v, owner, expert));
         }
     }
     lanes.sync();
     for (int u = lanes.lane(); u < step.unique; u += lanes.width()) {
         const int expert = step.expert[u];
-        point(v, layer, expert, step.slot[u] >= 0 ? slot_address(v, step.slot[u]) : home_address(v, layer, expert));
+        point(v, layer, expert, step.slot[u] >= 0 ? slot_address(v, step.slot[u]) : away_address(v, layer, expert));
     }
     if (lanes.lane() == 0) {
         int count = 0;
         for (int u = 0; u < step.unique; ++u) {
             if (step.kind[u] != PickKind::Admitted) continue;
-            v.copies->from[count] = home_address(v, layer, step.expert[u]);
+            v.copies->from[count] = away_address(v, layer, step.expert[u]);
             v.copies->to[count] = slot_address(v, step.slot[u]);
             ++count;
         }
@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(kDecideThreads)
     }
 }
 
-// Plain loads of mapped host memory: they bypass no cache that could hold stale bytes, for homes never change.
+// Plain loads of mapped host memory or of a staging buffer: no cache holds stale bytes of homes, which never change,
+// and a buffer is filled before the kernels that read it are launched.
 __global__ void __launch_bounds__(kCopyThreads) copy_kernel(const CopyList* list, std::uint64_t slot_bytes) {
     const int count = list->count;
     const std::uint64_t words = slot_bytes / sizeof(uint4);
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(kPromptThreads)
             atomicAdd(&distinct, 1u);
             if (slot < 0) atomicAdd(&missing, 1u);
         }
-        if (repoint) point(v, layer, e, slot >= 0 ? slot_address(v, slot) : home_address(v, layer, e));
+        if (repoint) point(v, layer, e, slot >= 0 ? slot_address(v, slot) : away_address(v, layer, e));
     }
     if (threadIdx.x < 32) clock_note_rows(state, layer, counts, rows, WarpLanes{});
     __syncthreads();
@@ -113,8 +114,13 @@ __global__ void __launch_bounds__(kPromptThreads)
 __global__ void __launch_bounds__(kPromptThreads)
     write_tables_kernel(ExpertStepView v, int layer, const std::int64_t* image) {
     const int experts = v.sizes.experts;
-    for (int i = threadIdx.x; i < kExpertParts * experts; i += blockDim.x) {
-        v.layers[layer].part[i / experts][i % experts] = __ldcv(reinterpret_cast<const long long*>(image) + i);
+    for (int i = threadIdx.x; i < (kExpertParts + 1) * experts; i += blockDim.x) {
+        const std::int64_t address = __ldcv(reinterpret_cast<const long long*>(image) + i);
+        if (i < kExpertParts * experts) {
+            v.layers[layer].part[i / experts][i % experts] = address;
+        } else {
+            v.away[layer * experts + i % experts] = static_cast<std::uint64_t>(address);
+        }
     }
 }
 

@@ -24,7 +24,7 @@ struct LayerTables {
     std::uint64_t home;
 };
 
-// What prompt chunks asked for. `missing`: distinct experts that were read at home.
+// What prompt chunks asked for. `missing`: distinct experts that no slot had.
 struct PromptCounters {
     std::uint64_t passes = 0, picks = 0, distinct = 0, missing = 0;
 };
@@ -42,6 +42,7 @@ struct ExpertStepView {
     int segment_slots;
     std::uint64_t slot_bytes;  // also the distance of two experts at home; a multiple of 16
     std::uint32_t part_offset[kExpertParts];
+    std::uint64_t* away;  // (layers, experts) where an expert is read that no slot has: its home, or a staging buffer
     CopyList* copies;
     PromptCounters* prompts;
 };
@@ -54,8 +55,9 @@ void launch_decode_step(const ExpertStepView& view, int layer, const std::int64_
 void launch_prompt_step(const ExpertStepView& view, int layer, const std::int64_t* picks, int n, int rows, bool point,
                         StreamHandle stream);
 
-// Copies a layer's entries from `image`, (parts, experts) addresses in pinned host memory, into its tables. By a
-// kernel, not by the copy engine, which would put it behind the experts that it is bringing for the next layer.
+// Copies a layer's entries from `image`, (parts + 1, experts) addresses in pinned host memory, into its tables and, the
+// last row, into `away`. By a kernel, not by the copy engine, which would put it behind the experts that it is bringing
+// for the next layer.
 void launch_write_tables(const ExpertStepView& view, int layer, const std::int64_t* image, StreamHandle stream);
 
 }  // namespace glm53

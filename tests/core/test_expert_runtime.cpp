@@ -157,6 +157,74 @@ TEST_CASE("expert runtime: a long prompt stages what is missing, layer by layer,
     CHECK(w.at_home(1, 1));
 }
 
+TEST_CASE("expert runtime: the last two layers stay staged until the buffers are freed or filled again") {
+    World w(5, 10, 6);
+    const auto staged = [&](int layer) {  // entries that lead neither home nor into a slot
+        const auto slots = w.runtime->residency(&w.compute);
+        int n = 0;
+        for (int e = 0; e < w.experts; ++e) n += slots[layer * w.experts + e] < 0 && !w.at_home(layer, e);
+        return n;
+    };
+    w.decode(4, {1, 2});
+    w.long_prompt(10 * kStride);
+    CHECK(staged(2) == 0);
+    CHECK(staged(3) == 10);
+    CHECK(staged(4) == 8);
+    CHECK(w.wrong() == 0);
+
+    // The tail of the prompt and decode read there; admissions, evictions and lending keep every entry right.
+    std::vector<std::int64_t> picks{0, 3, 5, 9};
+    w.runtime->prompt(3, picks.data(), 4, 12, &w.compute);
+    CHECK(staged(3) == 10);
+    for (int i = 0; i < 30; ++i) w.decode(3, {0, 3, 5, 9});
+    for (int i = 0; i < 60; ++i) w.decode(0, {4, 5, 6, 7, 8, 9});
+    CHECK(w.runtime->stats(&w.compute).cache.counters.evictions > 0);
+    CHECK(w.wrong() == 0);
+    CHECK(staged(3) > 0);
+
+    SUBCASE("freed: all back at home or in slots") {
+        const std::size_t before = w.device->allocated_bytes();
+        w.runtime->free_staging();
+        CHECK(w.device->allocated_bytes() == before - 20 * kStride);
+    }
+    SUBCASE("lent, then freed") {
+        w.runtime->lend(1, &w.compute);
+        CHECK(w.wrong() == 0);
+        w.runtime->free_staging();
+    }
+    SUBCASE("filled again by a pass that is given up at once") {
+        w.runtime->begin_prompt(10 * kStride, &w.compute, &w.copy);
+        w.runtime->finish_prompt();
+    }
+    SUBCASE("filled again by a pass that is given up half-way") {
+        w.runtime->begin_prompt(10 * kStride, &w.compute, &w.copy);
+        w.runtime->enter_layer(0, picks.data(), 4, 1);
+        w.runtime->enter_layer(1, picks.data(), 4, 1);
+        w.runtime->finish_prompt();
+    }
+    SUBCASE("buffers of another size") {
+        w.runtime->begin_prompt(2 * kStride, &w.compute, &w.copy);
+        CHECK(w.wrong() == 0);
+        w.runtime->finish_prompt();
+    }
+    for (int layer = 0; layer < 5; ++layer) CHECK(staged(layer) == 0);
+    CHECK(w.wrong() == 0);
+    CHECK(w.runtime->verify(&w.compute).empty());
+}
+
+TEST_CASE("expert runtime: what still reads the kept buffers is waited for before they are filled again") {
+    World w(2, 4, 1);
+    w.long_prompt(4 * kStride);
+    std::vector<unsigned char> result(kParts[0]);
+    w.device->defer(true);
+    w.device->copy_async(result.data(), reinterpret_cast<const void*>(w.at(1, 3, 0)), result.size(), &w.compute);
+    w.runtime->begin_prompt(4 * kStride, &w.compute, &w.copy);  // a "kernel" of layer 1 was queued before
+    CHECK(std::memcmp(result.data(), w.homes[1].data() + 3 * kStride, result.size()) == 0);
+    w.device->defer(false);
+    w.runtime->finish_prompt();
+    CHECK(w.wrong() == 0);
+}
+
 TEST_CASE("expert runtime: the copy of layer L + 1 waits for the kernels of L - 1") {
     World w(4, 4, 1);
     w.device->defer(true);

@@ -1,0 +1,127 @@
+// ExpertRuntime's long prompts: staging layers ahead, and what stays staged afterwards.
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "cache/expert_runtime.h"
+
+namespace glm53 {
+namespace {
+
+constexpr std::size_t kPieceExperts = 2;  // 19 MB: 350 us on PCIe 5 x16
+
+}  // namespace
+
+void ExpertRuntime::begin_prompt(std::size_t stage_bytes, StreamHandle compute, StreamHandle copy) {
+    if (in_prompt()) throw std::logic_error("ExpertRuntime: a long prompt is running already");
+    const std::size_t experts = std::min<std::size_t>(stage_bytes / cache_->slot_bytes(), config_.clock.experts);
+    const std::size_t bytes = std::max<std::size_t>(experts, 1) * cache_->slot_bytes();
+    download(compute);
+    unstage_kept(compute);
+    if (!staging_ || staging_->bytes_each() != bytes) {
+        staging_.reset();
+        staging_ = std::make_unique<StagingBuffers>(device_, bytes);
+    }
+    compute_ = compute;
+    copy_ = copy;
+    entered_ = -1;
+    feeder_ = std::make_unique<StageFeeder>(device_, *staging_, copy);
+    try {
+        queue_layer(0);
+        if (config_.clock.layers > 1) queue_layer(1);
+    } catch (...) {
+        feeder_.reset();
+        throw;
+    }
+    totals_.long_prompts += 1;
+}
+
+// Missing experts in pieces of neighbours, in ascending order, as far as a buffer has room.
+void ExpertRuntime::queue_layer(int layer) {
+    std::vector<StagePiece> pieces;
+    std::size_t room = staging_->bytes_each() / cache_->slot_bytes();
+    const auto missing = [&](int e) { return e < config_.clock.experts && cache_->slot_of(layer, e) < 0; };
+    for (int e = 0; e < config_.clock.experts && room > 0; ++e) {
+        if (!missing(e)) continue;
+        const int first = e;
+        std::size_t count = 1;
+        while (count < kPieceExperts && count < room && missing(e + 1)) {
+            ++count;
+            ++e;
+        }
+        room -= count;
+        pieces.push_back({reinterpret_cast<const void*>(home(layer, first)), count * cache_->slot_bytes()});
+    }
+    feeder_->queue(layer, std::move(pieces));
+}
+
+void ExpertRuntime::note_staged(int layer, const std::vector<StagePiece>& pieces) {
+    for (const StagePiece& piece : pieces) {
+        if (!piece.at) continue;
+        const std::size_t first =
+            (reinterpret_cast<std::uint64_t>(piece.from) - layers_[layer].home) / cache_->slot_bytes();
+        const std::size_t count = piece.bytes / cache_->slot_bytes();
+        for (std::size_t i = 0; i < count; ++i) {
+            away(layer, static_cast<int>(first + i)) =
+                reinterpret_cast<std::uint64_t>(piece.at) + i * cache_->slot_bytes();
+        }
+        totals_.staged_bytes += piece.bytes;
+        totals_.staged_experts += count;
+    }
+}
+
+void ExpertRuntime::enter_layer(int layer, const std::int64_t* picks, int n, int rows) {
+    if (!in_prompt() || layer != entered_ + 1) {
+        throw std::logic_error("ExpertRuntime: layer " + std::to_string(layer) + " entered after " +
+                               std::to_string(entered_));
+    }
+    check_layer(layer);
+    if (layer > 0) feeder_->release(layer - 1, compute_);
+    note_staged(layer, feeder_->acquire(layer, compute_));
+    entered_ = layer;
+    image(kStaged, layer);
+    write_tables(kStaged, layer, compute_);
+    prompt(layer, picks, n, rows, compute_);
+    if (layer > 0 && layer + 1 < config_.clock.layers) queue_layer(layer + 1);
+}
+
+void ExpertRuntime::finish_prompt() {
+    if (!in_prompt()) return;
+    feeder_->stop(compute_);
+    feeder_.reset();
+    const bool whole = entered_ == config_.clock.layers - 1;  // else the buffers were being filled for later layers
+    for (int layer = 0; layer <= entered_; ++layer) {
+        if (whole && layer > entered_ - StagingBuffers::kBuffers) {
+            kept_.push_back(layer);
+        } else {
+            unstage(layer, compute_);
+        }
+    }
+}
+
+void ExpertRuntime::unstage(int layer, StreamHandle compute) {
+    for (int e = 0; e < config_.clock.experts; ++e) away(layer, e) = home(layer, e);
+    image(kRestored, layer);
+    write_tables(kRestored, layer, compute);
+}
+
+// Before the buffers are overwritten or freed; the policy state is downloaded. What was queued before may read them: it
+// is waited for.
+void ExpertRuntime::unstage_kept(StreamHandle compute) {
+    if (kept_.empty()) return;
+    device_->stream_synchronize(compute);
+    for (const int layer : kept_) unstage(layer, compute);
+    kept_.clear();
+}
+
+void ExpertRuntime::free_staging() {
+    if (in_prompt()) throw std::logic_error("ExpertRuntime: the staging buffers are in use");
+    if (!staging_) return;
+    if (!kept_.empty()) download(compute_);
+    unstage_kept(compute_);
+    device_->stream_synchronize(compute_);
+    device_->stream_synchronize(copy_);
+    staging_.reset();
+}
+
+}  // namespace glm53
