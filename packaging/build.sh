@@ -1,24 +1,27 @@
 #!/usr/bin/env bash
 # Builds the wheel for one Python from a fresh build folder, checks what is inside, and puts it into dist/.
 #   packaging/build.sh [--python PYTHON] [--cuda auto|on|off] [--out DIR] [--try]
+#   --python the interpreter to build for, 3.11 to 3.13 ($PYTHON, else python3)
 #   --cuda   CUDA objects: where nvcc is found (auto), required (on), left out (off); TORCH_CUDA_ARCH_LIST is honoured
 #   --try    also install the wheel into a fresh environment and ask the bundled checkpoint a question
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-python=python3 cuda=auto out=dist try=0
+python=${PYTHON:-python3} cuda=auto out=dist try=0
 while [ $# -gt 0 ]; do
   case $1 in
     --python) python=${2:?--python needs a program}; shift ;;
     --cuda) cuda=${2:?--cuda needs auto, on or off}; shift ;;
     --out) out=${2:?--out needs a folder}; shift ;;
     --try) try=1 ;;
-    -h | --help) sed -n '2,5s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) echo "error: unknown argument $1 (see $0 --help)" >&2; exit 2 ;;
   esac
   shift
 done
 case $cuda in auto | on | off) ;; *) echo "error: --cuda must be auto, on or off" >&2; exit 2 ;; esac
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' ||
+  { echo "error: --python must be a Python 3.11, 3.12 or 3.13: $python" >&2; exit 2; }
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -36,11 +39,13 @@ if grep -q 'GLM53_CUDA_BUILT:INTERNAL=ON' "$work/build/CMakeCache.txt"; then exp
 echo "==> auditwheel" >&2
 PATH="$tool:$PATH" "$tool/auditwheel" repair --plat auto -w "$work/fixed" "$work"/raw/*.whl >"$work/audit.log" 2>&1 ||
   { cat "$work/audit.log" >&2; exit 1; }
-"$tool/python" packaging/check_wheel.py --cuda "$expect" "$work"/fixed/*.whl
+"$tool/python" packaging/check_wheel.py --cuda "$expect" --arch "${TORCH_CUDA_ARCH_LIST:-}" "$work"/fixed/*.whl
 
 mkdir -p "$out"
 cp "$work"/fixed/*.whl "$out/"
 wheel=$(cd "$work/fixed" && ls ./*.whl)
+archs=$(grep -oP '^CMAKE_CUDA_ARCHITECTURES:\w+=\K.*' "$work/build/CMakeCache.txt" || true)
+if [ "$expect" = on ]; then expect="on, for ${archs//;/ }"; fi
 echo "$out/${wheel#./} (CUDA objects: $expect)"
 
 if [ "$try" = 1 ]; then

@@ -17,6 +17,7 @@ void bind_build_info(nb::module_& m) {
 #endif
         },
         "Whether this build contains the CUDA objects (it imports on machines without a GPU either way).");
+    m.attr("cuda_architectures") = GLM53_CUDA_ARCHITECTURES;  // as CMake names them, e.g. "86-real 90"; "" without CUDA
 }
 
 }  // namespace glm53::bindings

@@ -215,7 +215,7 @@ def version_lines(version: str) -> list[str]:
     try:
         from . import _core
 
-        built = "built in" if _core.cuda_built() else "not in this build"
+        built = f"built in ({_core.cuda_architectures})" if _core.cuda_built() else "not in this build"
         isa = str(_core.cpu_features()["isa"])
     except ImportError as e:
         built, isa = f"native module missing ({e})", "none"
