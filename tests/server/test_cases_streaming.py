@@ -52,20 +52,31 @@ def in_parallel(count: int, work: Any) -> list[Any]:
 
 @pytest.mark.parametrize("streams", [1, 4])
 def test_b38_tokens_arrive_at_the_engines_rate(start: Start, streams: int) -> None:
+    """One even delivery in three shows that the server holds nothing back; a busy machine may spoil the others."""
     count, rate = 400, 200
     live = start({"pieces": ["</think>", *["x"] * count], "end": "user", "rate": rate}, max_streams=4)
-    for out in in_parallel(streams, live.chat_stream):
-        check_chat_stream(out)
-        times = [
-            t
-            for t, e in zip(out.times, out.events, strict=True)
-            if e["choices"] and e["choices"][0]["delta"].get("content")
-        ][1:]
-        gaps = [b - a for a, b in pairwise(times)]
-        assert statistics.median(gaps) == pytest.approx(1 / rate, rel=0.2)
-        assert times[-1] - times[0] < 1.3 * (count / rate)
-        half = sum(t <= (times[0] + times[-1]) / 2 for t in times)
-        assert 0.4 * count < half < 0.6 * count, "text must not gather and come at the end"
+
+    def uneven() -> list[str]:
+        faults = []
+        for out in in_parallel(streams, live.chat_stream):
+            check_chat_stream(out)
+            times = [
+                t
+                for t, e in zip(out.times, out.events, strict=True)
+                if e["choices"] and e["choices"][0]["delta"].get("content")
+            ][1:]
+            median = statistics.median(b - a for a, b in pairwise(times))
+            half = sum(t <= (times[0] + times[-1]) / 2 for t in times)
+            if median != pytest.approx(1 / rate, rel=0.2) or times[-1] - times[0] >= 1.3 * (count / rate):
+                faults.append(f"median gap {median:.4f} s, all in {times[-1] - times[0]:.2f} s")
+            if not 0.4 * count < half < 0.6 * count:
+                faults.append(f"{half} of {count} pieces in the first half of the time: text gathers")
+        return faults
+
+    attempts = []
+    while len(attempts) < 3 and (not attempts or attempts[-1]):
+        attempts.append(uneven())
+    assert not attempts[-1], attempts
 
 
 @pytest.mark.parametrize("streamed", [True, False])
