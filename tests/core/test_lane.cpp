@@ -206,6 +206,36 @@ TEST_CASE("a worker that stalls is noticed in time; its late result is never tak
     CHECK(lane.stats().jobs == 2);
 }
 
+TEST_CASE("a limit that races with the last worker: a job gets one verdict, and a kOk is a whole sum") {
+    const World world;
+    CpuMoe moe(2, {}, "auto");
+    std::mt19937 random(8);
+    LaneOptions options = quick(2);
+    options.limit = 0ms;
+    options.poll = 20us;
+    int whole = 0, stalled = 0, different = 0, changed = 0;
+    while (whole < 50 || stalled < 50) {
+        LaneVerdict last = LaneVerdict::kOk;
+        std::uint32_t job_number = 0;
+        {
+            CpuLane lane(world.tables(), world.block(), options);
+            LanePublisher publisher(world.arena.data(), kHidden);
+            while (last == LaneVerdict::kOk && job_number < 10) {
+                const Job job(random);
+                job_number = publisher.publish(job.request());
+                last = publisher.await(20s);
+                if (last == LaneVerdict::kOk) different += result(publisher, job) != job.expected(moe, world);
+                (last == LaneVerdict::kOk ? whole : stalled) += 1;
+            }
+        }  // all workers have gone: what is written now stays
+        const cpu::LaneSlot slot = cpu::lane_slot(world.arena.data(), kHidden, job_number);
+        changed += cpu::lane_verdict(slot.done->word, job_number) != last;
+        REQUIRE(stalled + whole < 100'000);
+    }
+    CHECK(different == 0);
+    CHECK(changed == 0);
+}
+
 TEST_CASE("the limit of two seconds holds with the settings as they are") {
     CHECK(LaneOptions{}.limit + 10 * LaneOptions{}.poll < 2s);
 }
