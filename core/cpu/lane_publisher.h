@@ -32,6 +32,7 @@ class LanePublisher {
     LaneVerdict poll() const;
     // Waits for the oldest outstanding job; kPending after `limit`. result() holds its sum if this is kOk.
     LaneVerdict await(std::chrono::milliseconds limit);
+    int hidden() const { return hidden_; }
     // (rows, hidden) of the job that await returned last; valid until the job after the next is published.
     const float* result() const;
 

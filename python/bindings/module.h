@@ -8,4 +8,5 @@ void bind_cpu(nanobind::module_& m);
 void bind_memory(nanobind::module_& m);
 void bind_clock(nanobind::module_& m);
 void bind_runtime(nanobind::module_& m);
+void bind_lane(nanobind::module_& m);
 }  // namespace glm53::bindings
