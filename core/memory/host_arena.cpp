@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -23,6 +24,11 @@ std::string errno_text(int error) {
 // The page after the block is never accessible: it stops overruns, and keeps the kernel from merging neighbouring
 // arenas into one mapping, whose lines in smaps would then count them all.
 constexpr std::size_t kGuardBytes = 4096;
+constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
 
 // An anonymous mapping whose start is 2 MiB-aligned: map more, return what sticks out on both sides.
 std::byte* map_aligned(std::size_t bytes, const std::string& name) {
@@ -43,6 +49,12 @@ std::byte* map_aligned(std::size_t bytes, const std::string& name) {
     madvise(data, bytes,
             MADV_DONTFORK);  // a child gets no page tables for it, and no copy-on-write parts it from its pins
     return data;
+}
+
+// Makes all pages of a block. A kernel that does not know or does not allow this leaves it to page-locking.
+void populate(std::byte* data, std::size_t bytes, const std::string& name) {
+    if (madvise(data, bytes, kPopulateWrite) == 0 || errno != ENOMEM) return;
+    throw ArenaError("arena '" + name + "': no room for " + bytes_text(bytes) + " in RAM: " + errno_text(errno));
 }
 
 class File {
@@ -139,7 +151,11 @@ HostArena::HostArena(std::size_t bytes, std::string name, std::shared_ptr<Device
     data_ = map_aligned(mapped_bytes_, name_);
     if (!device_) return;
     try {
+        const auto start = std::chrono::steady_clock::now();
+        populate(data_, mapped_bytes_, name_);
+        populate_s_ = seconds_since(start);
         device_address_ = device_->pin(data_, mapped_bytes_);
+        pin_s_ = seconds_since(start) - populate_s_;
     } catch (const DeviceFailure& failure) {
         munmap(data_, mapped_bytes_ + kGuardBytes);
         throw DeviceFailure("arena '" + name_ + "': page-locking " + bytes_text(mapped_bytes_) +
@@ -173,12 +189,32 @@ std::size_t HostArena::reserve(std::size_t bytes) {
 
 void HostArena::read_file(const std::string& path, std::uint64_t file_offset, std::size_t arena_offset,
                           std::size_t bytes, std::optional<FileVersion> expected) {
-    WriteScope scope(*this, arena_offset, bytes);
-    const File file(path);
-    const FileVersion before = file.version();
-    if (expected && before != *expected) throw ArenaError("'" + path + "' changed since its header was read");
-    file.read(data_ + arena_offset, bytes, file_offset);
-    if (file.version() != before) throw ArenaError("'" + path + "' changed while it was read");
+    const FileSource source{path, expected};
+    const FilePiece piece{0, file_offset, arena_offset, bytes};
+    read_files({&source, 1}, {&piece, 1});
+}
+
+void HostArena::read_files(std::span<const FileSource> files, std::span<const FilePiece> pieces) {
+    const auto start = std::chrono::steady_clock::now();
+    std::size_t bytes = 0;
+    for (const FilePiece& piece : pieces) {
+        check_range(piece.arena_offset, piece.bytes);
+        if (piece.file >= files.size()) throw ArenaError("arena '" + name_ + "': a piece of no file");
+        bytes += piece.bytes;
+    }
+    WriteScope scope(*this, 0, bytes_);
+    for (std::size_t f = 0; f < files.size(); ++f) {
+        const File file(files[f].path);
+        const FileVersion before = file.version();
+        if (files[f].expected && before != *files[f].expected) {
+            throw ArenaError("'" + files[f].path + "' changed since its header was read");
+        }
+        for (const FilePiece& piece : pieces) {
+            if (piece.file == f) file.read(data_ + piece.arena_offset, piece.bytes, piece.file_offset);
+        }
+        if (file.version() != before) throw ArenaError("'" + files[f].path + "' changed while it was read");
+    }
+    read_ns_.fetch_add(static_cast<std::int64_t>(seconds_since(start) * 1e9), std::memory_order_relaxed);
     scope.finish(bytes);
 }
 
@@ -202,6 +238,10 @@ void HostArena::seal() {
 const std::byte* HostArena::view(std::size_t offset, std::size_t bytes) const {
     check_range(offset, bytes);
     return data_ + offset;
+}
+
+ArenaTimes HostArena::times() const {
+    return {populate_s_, pin_s_, static_cast<double>(read_ns_.load(std::memory_order_relaxed)) * 1e-9};
 }
 
 ArenaStats HostArena::stats() const {

@@ -5,6 +5,8 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include "device/device.h"
 #include "memory/host_arena.h"
@@ -31,6 +33,17 @@ void read_file(HostArena& arena, const std::string& path, std::uint64_t file_off
     if (version) expected = FileVersion{version->first, version->second};
     const nb::gil_scoped_release release;
     arena.read_file(path, file_offset, arena_offset, bytes, expected);
+}
+
+// pieces: (index of the file, file offset, arena offset, bytes).
+void read_files(HostArena& arena, const std::vector<std::pair<std::string, Version>>& files,
+                const std::vector<std::tuple<std::size_t, std::uint64_t, std::size_t, std::size_t>>& pieces) {
+    const nb::gil_scoped_release release;
+    std::vector<FileSource> sources;
+    for (const auto& [path, version] : files) sources.push_back({path, FileVersion{version.first, version.second}});
+    std::vector<FilePiece> ranges;
+    for (const auto& [file, offset, at, bytes] : pieces) ranges.push_back({file, offset, at, bytes});
+    arena.read_files(sources, ranges);
 }
 
 BytesView view(nb::handle_t<HostArena> self, std::size_t offset, std::size_t bytes) {
@@ -101,6 +114,20 @@ void bind_arena(nb::module_& m) {
              "version"_a.none() = nb::none(),
              "Reads file bytes straight into the arena, without the GIL. version: (st_size, st_mtime_ns) the file must "
              "have. Raises ArenaError for a file that ends early, has another version, or changes during the read.")
+        .def("read_files", &read_files, "files"_a, "pieces"_a,
+             "read_file for many ranges in one call: files [(path, (st_size, st_mtime_ns))], pieces [(index of the "
+             "file, file offset, arena offset, bytes)].")
+        .def_prop_ro(
+            "times",
+            [](const HostArena& a) {
+                const ArenaTimes t = a.times();
+                nb::dict d;
+                d["populate_s"] = t.populate_s;
+                d["pin_s"] = t.pin_s;
+                d["read_s"] = t.read_s;
+                return d;
+            },
+            "Seconds threads spent on making its pages, page-locking them, and reading files.")
         .def(
             "write", [](HostArena& a, std::size_t at, const Bytes& data) { a.write(at, data.data(), data.nbytes()); },
             "arena_offset"_a, "data"_a)

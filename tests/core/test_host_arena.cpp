@@ -86,6 +86,47 @@ TEST_CASE("a child process does not get the arena's pages") {
 }
 #endif
 
+TEST_CASE("a page-locked arena has all its pages from the start") {
+    HostArena arena(3 * kHugePageBytes + 5, "pinned", make_host_device());
+    const ArenaTimes made = arena.times();
+    CHECK(made.populate_s >= 0);
+    CHECK(made.read_s == 0);
+    if (madvise(arena.data(), 4096, 23) != 0) return;  // a kernel before 5.14 leaves it to page-locking
+    CHECK(arena.stats().resident_bytes == 4 * kHugePageBytes);
+    CHECK(made.populate_s > 0);
+}
+
+TEST_CASE("many ranges of several files in one call") {
+    const TempFile a(9'000), b(500);
+    const auto version = [](const TempFile& f) {
+        struct stat s{};
+        stat(f.path.c_str(), &s);
+        return FileVersion{static_cast<std::uint64_t>(s.st_size), s.st_mtim.tv_sec * 1'000'000'000 + s.st_mtim.tv_nsec};
+    };
+    const std::vector<FileSource> files{{a.path, version(a)}, {b.path, version(b)}};
+    HostArena arena(4096, "layer");
+    const std::vector<FilePiece> pieces{{0, 8'000, 0, 1'000}, {1, 7, 3'000, 300}, {0, 10, 2'000, 50}};
+    arena.read_files(files, pieces);
+    for (const FilePiece& p : pieces) {
+        const TempFile& from = p.file ? b : a;
+        for (std::size_t i = 0; i < p.bytes; ++i) {
+            REQUIRE(static_cast<char>(arena.data()[p.arena_offset + i]) == from.at(p.file_offset + i));
+        }
+    }
+    CHECK(arena.stats().read_bytes == 1'350);
+    CHECK(arena.times().read_s > 0);
+
+    const std::vector<FilePiece> outside{{0, 0, 4'000, 97}}, nowhere{{2, 0, 0, 1}};
+    CHECK_THROWS_WITH_AS(arena.read_files(files, outside), doctest::Contains("are outside its 4096"), ArenaError);
+    CHECK_THROWS_WITH_AS(arena.read_files(files, nowhere), doctest::Contains("of no file"), ArenaError);
+    arena.read_files(files, pieces);  // a call refused beforehand has spoiled nothing
+    std::vector<FileSource> older = files;
+    older[1].expected->mtime_ns -= 1;
+    CHECK_THROWS_WITH_AS(arena.read_files(older, pieces), doctest::Contains("changed since its header was read"),
+                         ArenaError);
+    CHECK_THROWS_AS(arena.seal(), ArenaError);
+}
+
 TEST_CASE("neighbouring arenas are counted apart") {
     HostArena a(kHugePageBytes, "a"), b(kHugePageBytes, "b");
     std::vector<char> ones(kHugePageBytes, 1);

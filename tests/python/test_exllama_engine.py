@@ -245,6 +245,33 @@ def test_what_is_submitted_as_the_worker_ends_is_refused_not_forgotten(
     asyncio.run(run())
 
 
+def test_stats_have_what_the_status_page_shows(engines: Any) -> None:
+    from glm53.server.metrics import flat_numbers
+
+    engine = engines(LoadOptions(max_slots=8))
+    asyncio.run(answers(engine, PROMPTS, 6))
+    engine._snapshot_s = 0.0
+    engine._wake.set()
+    deadline = time.monotonic() + 10
+    while not engine.stats()["expert_cache"].get("prompt_passes") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    stats = engine.stats()
+    cache, lanes_, memory = stats["expert_cache"], stats["lanes"], stats["memory"]
+    assert cache["hits"] + cache["misses"] > 0
+    assert sum(lanes_.values()) == cache["hits"] + cache["misses"] + cache["prompt_distinct"]
+    assert lanes_["pcie_admitted"] == cache["admissions"] > 0
+    assert memory["slot_bytes"] == 8 * cache["slot_bytes"]
+    assert memory["lent_slot_bytes"] == 0
+    assert memory["pinned_expert_bytes"] > memory["slot_bytes"]
+    load_times = stats["load"]
+    assert {"weights", "waiting_for_experts", "slots", "exllamav3"} <= set(load_times)
+    parts = sum(v for k, v in load_times.items() if k not in ("total", "experts", "weights_waiting_for_arenas"))
+    assert parts == pytest.approx(load_times["total"], abs=0.05)
+    assert load_times["experts"]["read_s"] > 0
+    assert load_times["experts"]["arenas_wall_s"] <= load_times["experts"]["wall_s"] <= load_times["total"]
+    assert "load_experts_pin_s" in dict(flat_numbers(stats))
+
+
 def test_a_smaller_kv_cache_leaves_more_slots_and_less_vram_fails_clearly(engines: Any, cuda: Any) -> None:
     cuda.free = 2 * 10**5
     with pytest.raises(DeviceError, match="too little VRAM for the expert cache"):

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -33,6 +33,18 @@ _IDLE_WAIT_S = 0.25
 _SNAPSHOT_S = 1.0
 _SAVE_S = 300.0
 _SCORE_SLICE = 256
+
+
+def lanes(cache: Mapping[str, Any]) -> dict[str, int]:
+    """Distinct picks of decode steps by where the GPU read the expert: a slot that had it, a slot it was copied into
+    first, or host memory in place; and of prompts: VRAM (slots), or host memory (read in place or staged)."""
+    get = cache.get
+    return {
+        "vram": get("hits", 0) + get("prompt_distinct", 0) - get("prompt_missing", 0),
+        "pcie_admitted": get("admissions", 0),
+        "pcie_in_place": get("misses", 0) - get("admissions", 0),
+        "pcie_prompts": get("prompt_missing", 0),
+    }
 
 
 class ExllamaEngine:
@@ -64,6 +76,9 @@ class ExllamaEngine:
         self._scorings: deque[tuple[list[int], int, Future[list[TokenScore]]]] = deque()
         self._streams: set[Stream] = set()
         self._counts = {"requests": 0, "cancelled": 0, "failed": 0, "completion_tokens": 0, "prompt_tokens": 0}
+        self._load_times = loaded.times
+        self._slot_bytes = int(loaded.runtime.slot_bytes)
+        self._memory = {"pinned_expert_bytes": loaded.store.bytes, "slot_bytes": loaded.slots * self._slot_bytes}
         self._snapshot: dict[str, Any] = {}
         self._beat_s = self._snapshot_s = self._saved_s = time.monotonic()
         self._wake = threading.Event()
@@ -120,17 +135,21 @@ class ExllamaEngine:
             raise RequestError(f"token id {bad} is outside the vocabulary (0..{self._loaded.vocab_size - 1})")
 
     def stats(self) -> dict[str, Any]:
-        """Counters: streams, tokens, expert cache, lanes and prompt passes."""
+        """Counters: streams, tokens, expert cache, routed picks by lane, bytes by purpose, seconds of the load."""
         with self._lock:
             waiting = len(self._submitted)
         active = self._generator.num_active_jobs() if self._dead is None else 0
         pending = self._generator.num_pending_jobs() if self._dead is None else 0
+        cache = self._snapshot
         return {
             "running": active,
             "waiting": waiting + pending,
             "heartbeat_age_s": round(time.monotonic() - self._beat_s, 3),
             **self._counts,
-            "expert_cache": dict(self._snapshot),
+            "lanes": lanes(cache),
+            "expert_cache": dict(cache),
+            "memory": {**self._memory, "lent_slot_bytes": cache.get("lent_slots", 0) * self._slot_bytes},
+            "load": self._load_times,
             "dead": self._dead is not None,
         }
 

@@ -7,6 +7,8 @@ of everything else, then slots from the VRAM that is left. A failure anywhere un
 from __future__ import annotations
 
 import ctypes
+import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from ..protocol import Progress
 from . import pins, warm
 from .passes import GB, Passes, PassSettings
 
+log = logging.getLogger(__name__)
 PAGE_TOKENS = 256
 SEGMENT_SLOTS = 32
 POLICY_KNOBS = {"slow_shift": 5}
@@ -39,6 +42,25 @@ class LoadOptions:
     stage_from: int | None = None
     knobs: dict[str, int] | None = None
     use_heat: bool = True
+
+
+class Phases:
+    """Seconds of a load by what they went to, one phase after the other on the loading thread."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._start_s = self._last_s = time.monotonic()
+
+    def end(self, name: str) -> None:
+        """What happened since the last phase ended was this one."""
+        now = time.monotonic()
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + now - self._last_s, 3)
+        self._last_s = now
+
+    @property
+    def total(self) -> float:
+        """Seconds since the beginning."""
+        return round(time.monotonic() - self._start_s, 3)
 
 
 @dataclass(slots=True)
@@ -58,6 +80,7 @@ class Loaded:
     vocab_size: int
     context: int
     slots: int
+    times: dict[str, Any]
 
     def close(self) -> None:
         """Unpatch, drop the model, then the slots and arenas its tables point to. Nothing may use this afterwards."""
@@ -77,6 +100,7 @@ class Aliases:
 
         self._ext, self._store, self._gpu = ext, store, gpu
         self._layers: dict[int, torch.Tensor] = {}
+        self.waited_s = 0.0
         self._shapes = {
             (layer, e.which): e.trellis.shape for layer in store.layers for e in checkpoint.experts(layer)[:3]
         }
@@ -84,7 +108,9 @@ class Aliases:
     def layer(self, layer: int) -> torch.Tensor:
         """The whole arena as a uint8 CUDA tensor; waits until it is page-locked."""
         if layer not in self._layers:
+            start = time.monotonic()
             arena = self._store.arena(layer)
+            self.waited_s += time.monotonic() - start
             if arena.device_address != arena.address:
                 raise DeviceError(f"layer {layer}: the GPU sees pinned memory at another address than the CPU")
             block = (ctypes.c_uint8 * arena.bytes).from_address(arena.address)
@@ -109,19 +135,25 @@ def architecture(gpu: int) -> str:
 
 def load(settings: Settings, progress: Progress, options: LoadOptions | None = None) -> Loaded:
     """Load `settings.model_dir`. Raises DeviceError, CheckpointError, ResourceError, ConfigError, EngineError."""
+    phases = Phases()
     device = open_cuda(settings.gpu)
     if not torch.cuda.is_available():
         raise DeviceError("this torch was built without CUDA; install the CUDA build of torch")
     torch.cuda.set_device(settings.gpu)
+    phases.end("device")
     with Checkpoint.open(settings.model_dir) as checkpoint:
+        phases.end("headers")
         progress("exllamav3", 0.0)
         exllamav3 = import_exllamav3()
         pinned = pins.pin_path(architecture(settings.gpu), settings.triton_pin)
         if pinned is not None:
             pins.apply_pins(pinned, architecture(settings.gpu))
+        phases.end("exllamav3")
         store = ExpertStore(checkpoint, device, progress)
+        phases.end("headers")
         try:
-            return _Loading(settings, options or LoadOptions(), exllamav3, store, device).run(checkpoint, progress)
+            loading = _Loading(settings, options or LoadOptions(), exllamav3, store, device, phases)
+            return loading.run(checkpoint, progress)
         except BaseException:
             store.abandon()
             raise
@@ -149,6 +181,7 @@ class _Loading:
     exllamav3: Any
     store: ExpertStore
     device: Any
+    phases: Phases
 
     def run(self, checkpoint: Checkpoint, progress: Progress) -> Loaded:
         settings, store = self.settings, self.store
@@ -157,13 +190,17 @@ class _Loading:
         tokens = max(PAGE_TOKENS, settings.cache_tokens // PAGE_TOKENS * PAGE_TOKENS)
         cache = self.exllamav3.Cache(model, max_num_tokens=tokens, max_batch_size=settings.autosplit_max_batch_size)
         aliases = Aliases(store, checkpoint, settings.gpu)
+        self.phases.end("modules")
         try:
             with TrellisSource(config.stc, aliases.tensor) as source:
                 _load_weights(model, settings.gpu)
+            self.phases.end("weights")
+            self.phases.seconds["weights_waiting_for_arenas"] = round(aliases.waited_s, 3)
             expected = len(store.layers) * store.experts * len(PARTS)
             if source.answered != expected:
                 raise EngineError(f"exllamav3 asked for {source.answered} expert tensors, {expected} expected")
             store.finish()
+            self.phases.end("waiting_for_experts")
             checkpoint.verify_unchanged()
             modules = moe_modules(self.exllamav3, model)
             verify_layers(modules, store.experts)
@@ -205,8 +242,13 @@ class _Loading:
             vocab_size=config.vocab_size,
             context=cache.max_num_tokens,
             slots=slots,
+            times={},
         )
+        self.phases.end("slots")
         self._warm(loaded, len(modules) * store.experts)
+        self.phases.end("warm")
+        loaded.times = {"total": self.phases.total, **self.phases.seconds, "experts": store.times}
+        log.info("loaded in %.1f s: %s", self.phases.total, loaded.times)
         return loaded
 
     def _runtime(self, modules: list[Any], slots: int) -> Any:
