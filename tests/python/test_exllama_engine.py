@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import ctypes
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +17,7 @@ import pytest
 import torch
 from exllama_helpers import TINY, make_settings, use_fakes
 
-from glm53.engine.exllama import ExllamaEngine, passes
+from glm53.engine.exllama import ExllamaEngine, passes, tools
 from glm53.engine.exllama.loader import LoadOptions, load, slot_count
 from glm53.engine.exllama.passes import Upkeep
 from glm53.engine.protocol import GenerationRequest, SamplingParams
@@ -270,6 +273,32 @@ def test_stats_have_what_the_status_page_shows(engines: Any) -> None:
     assert load_times["experts"]["read_s"] > 0
     assert load_times["experts"]["arenas_wall_s"] <= load_times["experts"]["wall_s"] <= load_times["total"]
     assert "load_experts_pin_s" in dict(flat_numbers(stats))
+
+
+def test_the_verify_command_moves_experts_and_finds_a_damaged_one(
+    cuda: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, args = make_settings(tmp_path), argparse.Namespace(steps=80)
+    monkeypatch.setattr(tools, "load", lambda *_: load(settings, lambda s, f: None, LoadOptions(max_slots=8)))
+    assert tools.verify(settings, args) == 0
+    good = capsys.readouterr()
+    assert re.search(
+        r"verified: all 8 cached experts equal .* \(\d+ copied in, [1-9]\d* replaced\)", good.out + good.err
+    )
+
+    churn = tools.churn
+
+    def damaging(loaded: Any, *rest: Any) -> None:
+        churn(loaded, *rest)
+        table = loaded.model.moe[0].multi_up.ptrs_trellis
+        homes = loaded.store.arena(loaded.store.layers[0]).address, loaded.store.bytes
+        inside = [int(a) for a in table if not homes[0] <= int(a) < homes[0] + homes[1] // len(loaded.store.layers)]
+        ctypes.memset(inside[0] + 5, ctypes.string_at(inside[0] + 5, 1)[0] ^ 1, 1)
+
+    monkeypatch.setattr(tools, "churn", damaging)
+    assert tools.verify(settings, args) == 1
+    bad = capsys.readouterr()
+    assert re.search(r"DAMAGED: 1 parts .* first slot \d, MoE layer 0, expert \d+, up ", bad.out + bad.err)
 
 
 def test_a_smaller_kv_cache_leaves_more_slots_and_less_vram_fails_clearly(engines: Any, cuda: Any) -> None:

@@ -172,7 +172,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeyp
     with Checkpoint.open(TINY) as checkpoint:
         monkeypatch.setattr("glm53.runtime.os.stat", other_time)
         store = ExpertStore(checkpoint, _core.HostDevice(), lambda stage, fraction: None)
-        with pytest.raises(CheckpointError, match="layer .* changed since its header was read"):
+        with pytest.raises(CheckpointError, match=r"layer .* changed since its header was read"):
             store.finish()
 
 

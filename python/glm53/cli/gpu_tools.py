@@ -1,4 +1,4 @@
-"""`glm53 prepare` and `glm53 pin`: one-time work on a GPU host, done by the GPU engine's own module."""
+"""`glm53 prepare`, `glm53 pin` and `glm53 verify`: work on a GPU host beside serving, by the engine's module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .common import add_settings, settings_from
 
 
 def add(commands: Any) -> None:
-    """Register both subcommands."""
+    """Register the subcommands."""
     prepare = commands.add_parser("prepare", help="compile exllamav3's extension and warm the kernels, once per host")
     add_settings(prepare, "model", "engine", "expert cache")
     prepare.set_defaults(run=lambda args: _run("prepare", args))
@@ -20,6 +20,12 @@ def add(commands: Any) -> None:
     pin.add_argument("--out", type=Path, metavar="FILE", help="where to write the picks")
     add_settings(pin, "model", "engine", "expert cache")
     pin.set_defaults(run=lambda args: _run("pin", args))
+    verify = commands.add_parser(
+        "verify", help="make the GPU's expert cache work and compare every slot with its original"
+    )
+    verify.add_argument("--steps", type=int, default=500, metavar="N", help="decode steps before comparing (500)")
+    add_settings(verify, "model", "engine", "expert cache")
+    verify.set_defaults(run=lambda args: _run("verify", args))
 
 
 def _run(name: str, args: argparse.Namespace) -> int:
@@ -33,4 +39,5 @@ def _run(name: str, args: argparse.Namespace) -> int:
         from ..engine.exllama import tools
     except ImportError as e:
         raise DeviceError(f"glm53 {name} needs the GPU engine ({e}); pip install 'glm53[cuda]'") from None
-    return tools.prepare(settings, args) if name == "prepare" else tools.pin(settings, args)
+    done: int = {"prepare": tools.prepare, "pin": tools.pin, "verify": tools.verify}[name](settings, args)
+    return done
