@@ -74,7 +74,7 @@ def bars(raw: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if "load_s" in ours and "read" in raw:
         start = ours["load_s"] / min(min(v) for k, v in raw["read"].items() if k.endswith("_s"))
         out["exact.start_vs_read"] = (start, 1.5, start <= 1.5)
-    if "moe_trace" in ours:
+    if "moe_trace" in ours and all(layer["runs"] and layer["calls"] for layer in ours["moe_trace"]["layers"]):
         waits = sum(layer["waits"] for layer in ours["moe_trace"]["layers"])
         out["exact.moe_host_waits"] = (waits, 0, waits == 0)
     if "tests" in raw.get("vram", {}):

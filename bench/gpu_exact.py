@@ -77,6 +77,8 @@ class Runner:
         """The host's CUDA calls inside the MoE layers of decode steps alone; the prompt is read before."""
         import torch
 
+        from glm53.hooks import moe_modules
+
         ids = ids_of(SHORT, torch.Generator().manual_seed(61))
         sampler = self.exl.ComboSampler(temperature=1.0)
         self.generator.enqueue(self.exl.Job(input_ids=ids, max_new_tokens=steps + 2, sampler=sampler, seed=61))
@@ -87,7 +89,7 @@ class Runner:
             while self.generator.num_remaining_jobs():
                 self.generator.iterate()
 
-        return moe_trace(decode, loaded.patch.modules)
+        return moe_trace(decode, moe_modules(self.exl, loaded.model))
 
     def decode(self, new: int, streams: int, runs: int) -> list[float]:
         """tok/s of all streams together, after one run of the same shape."""
@@ -190,6 +192,7 @@ def work_ours(args: argparse.Namespace) -> dict[str, Any]:
     out["link_gb_s"] = link_rate(loaded)
     out["peak_vram_after_load"] = torch.cuda.memory_allocated()
     out.update(measure_ours(runner, loaded, args))
+    out["load"] = loaded.times
     out["ram"] = peak_ram()
     out["expert_bytes"] = sum(loaded.store.layout.part_bytes)
     out["experts_bytes"] = loaded.store.bytes

@@ -113,6 +113,31 @@ def test_decode_waits_for_nothing_in_the_moe_layers(ours: Ours) -> None:
     assert after["steps"] > before["steps"]
 
 
+def test_the_host_waits_for_nothing_inside_a_decode_steps_moe_layers(
+    ours: Ours, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a profiler trace: the CUDA calls between a MoE layer's beginning and its end."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    from exact_trace import moe_trace
+
+    from glm53.hooks import moe_modules
+
+    greedy(ours.exllamav3, ours.generator, [prompt_ids(9, 4, ours.loaded.vocab_size)], 4)
+    ids = prompt_ids(9, 4, ours.loaded.vocab_size)
+    sampler = ours.exllamav3.GreedySampler()
+    ours.generator.enqueue(ours.exllamav3.Job(input_ids=ids, max_new_tokens=12, sampler=sampler))
+    ours.generator.iterate()  # reads the prompt
+
+    def decode() -> None:
+        while ours.generator.num_remaining_jobs():
+            ours.generator.iterate()
+
+    for layer in moe_trace(decode, moe_modules(ours.exllamav3, ours.model))["layers"]:
+        assert layer["runs"] >= 10
+        assert layer["calls"], "the trace has no CUDA calls"
+        assert layer["waits"] == 0, layer
+
+
 def test_policy_on_the_device_equals_the_policy_on_the_host(ours: Ours) -> None:
     """The same picks through a CUDA runtime and a host one end in the same slots."""
     from glm53 import _core

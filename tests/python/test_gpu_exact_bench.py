@@ -89,3 +89,38 @@ def test_host_calls_are_counted_in_the_layer_they_fall_into(bench: Any) -> None:
     rows = calls_inside(ranges, list(reversed(calls)), 2)
     assert rows[0] == {"layer": 0, "runs": 2, "calls": {"cudaLaunchKernel": 2}, "waits": 0}
     assert rows[1] == {"layer": 1, "runs": 1, "calls": {"cudaStreamSynchronize": 1}, "waits": 1}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_are_labelled_during_a_trace_and_left_as_they_were(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from exact_trace import moe_trace
+
+    class Layer:
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return x * scale
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    layers = [Layer(), Layer()]
+
+    def decode() -> None:
+        for _ in range(3):
+            assert layers[1].forward(layers[0].forward(torch.ones(2), scale=2.0)).tolist() == [2.0, 2.0]
+
+    found = moe_trace(decode, layers)
+    assert [(row["layer"], row["runs"], row["waits"]) for row in found["layers"]] == [(0, 3, 0), (1, 3, 0)]
+    assert found["calls_in_all"] == {}
+    assert all("forward" not in vars(layer) for layer in layers)
+
+
+def test_a_trace_without_cuda_calls_proves_nothing(bench: Any) -> None:
+    def bars(*layers: dict[str, Any]) -> Any:
+        return bench.exact_bars.bars({"ours": {"moe_trace": {"layers": list(layers)}}})
+
+    good = {"runs": 5, "calls": {"cudaLaunchKernel": 40}, "waits": 0}
+    assert bars(good, good)["exact.moe_host_waits"] == {"value": 0, "want": 0, "ok": True}
+    assert (
+        bars(good, {"runs": 5, "calls": {"cudaStreamSynchronize": 1}, "waits": 1})["exact.moe_host_waits"]["ok"]
+        is False
+    )
+    assert bars(good, {"runs": 5, "calls": {}, "waits": 0}) == {}
