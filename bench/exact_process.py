@@ -1,4 +1,4 @@
-"""Processes of `gpu_exact.py`'s stages: one with a limit, and the plain read that a start is measured against."""
+"""Processes of `gpu_exact.py`'s stages: one with a limit, its peak of RAM, and the read that a start is compared with."""
 
 from __future__ import annotations
 
@@ -45,3 +45,13 @@ def plain_read(checkpoint: Path) -> dict[str, Any]:
                     pass
         out["readinto_s"].append(time.perf_counter() - start)
     return out
+
+
+def peak_ram() -> dict[str, int]:
+    """Peak and present resident bytes of this process, by the kernel's own account."""
+    fields = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem")):
+            name, value = line.split(":")
+            fields[name] = int(value.split()[0]) * 1024
+    return fields

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import exact_bars
-from exact_process import plain_read, run_limited
+from exact_process import peak_ram, plain_read, run_limited
 from exact_trace import Traced, fixed_misses, moe_trace
 
 GROUPS = {"speed": "read,ours,floor,stock-12,stock-14-brief,stock-8-brief", "tests": "equal,vram"}
@@ -102,19 +102,25 @@ class Runner:
         for i in range(3):
             self.run(PROMPT, new, 1, 10 + i)
 
+    def steps(self, prompt: int, seed: int) -> list[float]:
+        """Seconds of each of the generator's rounds up to the first token, waiting for the device after each."""
+        import torch
+
+        ids = ids_of(prompt, torch.Generator().manual_seed(seed))
+        sampler = self.exl.ComboSampler(temperature=1.0)
+        self.generator.enqueue(self.exl.Job(input_ids=ids, max_new_tokens=1, sampler=sampler, seed=seed))
+        rounds = []
+        while self.generator.num_remaining_jobs():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self.generator.iterate()
+            torch.cuda.synchronize()
+            rounds.append(time.perf_counter() - start)
+        return rounds
+
     def prefill(self) -> list[float]:
         """Seconds to the first token of the long prompt, after one run."""
         return [self.run(LONG, 2, 1, 89 + i)[0] for i in range(3)][1:]
-
-
-def peak_ram() -> dict[str, int]:
-    """Peak and present resident bytes of this process, by the kernel's own account."""
-    fields = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem")):
-            name, value = line.split(":")
-            fields[name] = int(value.split()[0]) * 1024
-    return fields
 
 
 def work_stock(args: argparse.Namespace) -> dict[str, Any]:
@@ -140,7 +146,9 @@ def work_stock(args: argparse.Namespace) -> dict[str, Any]:
     out: dict[str, Any] = {f"decode{n}_tok_s": at_2048.decode(args.new, n, args.runs) for n in (1, 4)}
     if not args.brief:
         out["prefill_2048_s"] = at_2048.prefill()
-        out["prefill_8192_s"] = runner(8192).prefill()
+        at_8192 = runner(8192)
+        out["prefill_8192_s"] = at_8192.prefill()
+        out["prefill_rounds_s"] = [at_8192.steps(LONG, 95 + i) for i in range(2)]
     return {
         "on_cpu": args.on_cpu, "threads": args.threads, "new": args.new, "load_s": load_s,
         "vram_bytes": torch.cuda.memory_allocated(), **out,
@@ -214,6 +222,7 @@ def measure_ours(runner: Runner, loaded: Any, args: argparse.Namespace) -> dict[
         trace = Traced(loaded.passes, loaded.passes.route)
         out[f"misses{n}"] = [traced_misses(runner, loaded, trace, (args.new, n, 50 + args.runs - 1))]
     out["prefill_8192_s"] = runner.prefill()
+    out["prefill_rounds_s"] = [runner.steps(LONG, 95 + i) for i in range(2)]
     out["prompts"] = prompt_times(runner, loaded)
     before = loaded.runtime.stats(0)
     seconds, _ = runner.run(SHORT, 2, 1, 77)
@@ -326,7 +335,9 @@ class Stages:
         root = Path(__file__).resolve().parent.parent
         report = (self.folder / f"{name}.xml").resolve()
         command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", f"--junitxml={report}", *extra]
-        self.process(name, command, cwd=root, env={**os.environ, "GLM53_TEST_FLASH": self.args.flash})
+        self.process(
+            name, command, cwd=root, env={**os.environ, "GLM53_TEST_FLASH": self.args.flash or self.args.checkpoint}
+        )
 
     def process(self, name: str, command: list[str], **kwargs: Any) -> None:
         """Run to its end or its limit. A limit is a record of its own, an error is kept, and both let the next run."""
