@@ -1,4 +1,4 @@
-"""Processes of `gpu_exact.py`'s stages: one with a limit, its peak of RAM, and the read that a start is compared with."""
+"""Processes of `gpu_exact.py`'s stages: one with a limit, its peak of RAM, and the read a start is compared with."""
 
 from __future__ import annotations
 
