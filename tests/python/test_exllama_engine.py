@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import gc
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -390,6 +392,16 @@ def test_an_error_of_the_worker_ends_all_streams_with_one_line(engines: Any, mon
             engine.submit(GenerationRequest("d", [1], 1))
 
     asyncio.run(run())
+
+
+def test_without_exllamav3_the_experts_that_were_being_read_are_let_go(
+    engines: Any, cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "exllamav3", None)
+    with pytest.raises(DeviceError, match=r"pip install 'glm53\[cuda\]'"):
+        engines()
+    gc.collect()
+    assert cuda.device.pinned_bytes == 0
 
 
 def test_a_failed_load_leaves_nothing_patched(engines: Any) -> None:

@@ -1,7 +1,8 @@
 """Loads a checkpoint through exllamav3 with its routed experts in pinned host memory, and sizes the expert cache.
 
-Order: device, checkpoint headers, page-locking and reading of the experts (worker threads) beside exllamav3's own load
-of everything else, then slots from the VRAM that is left. A failure anywhere undoes the hooks and frees what was taken.
+Order: device, checkpoint headers, page-locking and reading of the experts (worker threads) beside exllamav3's import
+and its own load of everything else, then slots from the VRAM that is left. A failure anywhere undoes the hooks and
+frees what was taken.
 """
 
 from __future__ import annotations
@@ -140,18 +141,17 @@ def load(settings: Settings, progress: Progress, options: LoadOptions | None = N
     if not torch.cuda.is_available():
         raise DeviceError("this torch was built without CUDA; install the CUDA build of torch")
     torch.cuda.set_device(settings.gpu)
+    pinned = pins.pin_path(architecture(settings.gpu), settings.triton_pin)
     phases.end("device")
     with Checkpoint.open(settings.model_dir) as checkpoint:
-        phases.end("headers")
-        progress("exllamav3", 0.0)
-        exllamav3 = import_exllamav3()
-        pinned = pins.pin_path(architecture(settings.gpu), settings.triton_pin)
-        if pinned is not None:
-            pins.apply_pins(pinned, architecture(settings.gpu))
-        phases.end("exllamav3")
-        store = ExpertStore(checkpoint, device, progress)
+        store = ExpertStore(checkpoint, device, progress)  # reads on beside all that follows
         phases.end("headers")
         try:
+            progress("exllamav3", 0.0)
+            exllamav3 = import_exllamav3()
+            if pinned is not None:
+                pins.apply_pins(pinned, architecture(settings.gpu))
+            phases.end("exllamav3")
             loading = _Loading(settings, options or LoadOptions(), exllamav3, store, device, phases)
             return loading.run(checkpoint, progress)
         except BaseException:
