@@ -56,8 +56,9 @@ def architectures(wanted: str) -> str:
 
 
 def wrong_build(folder: Path, cuda: bool, wanted: str) -> list[str]:
-    """The unpacked module must import here and say what was asked for; its machine code is looked at where it can be."""
-    command = [sys.executable, "-c", IMPORT, str(folder)]
+    """The unpacked module must import here and say what was asked for, and cuobjdump (where there is one) the same."""
+    # -S: an editable install's import hook would answer instead
+    command = [sys.executable, "-S", "-c", IMPORT, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     built, _, archs = done.stdout.strip().partition("|")
     if built != str(cuda):
