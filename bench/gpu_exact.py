@@ -302,8 +302,10 @@ class Stages:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def run(self) -> None:
-        meta = {"machine": machine(), "versions": versions(), "command": " ".join(sys.argv)}
-        (self.folder / "meta.json").write_text(json.dumps(meta))
+        path, command = self.folder / "meta.json", " ".join(sys.argv)
+        if path.exists():  # the other call of the same table
+            command = json.loads(path.read_text())["command"] + "; " + command
+        path.write_text(json.dumps({"machine": machine(), "versions": versions(), "command": command}))
         wanted = [s for name in self.args.stages.split(",") for s in GROUPS.get(name, name).split(",")]
         for stage in wanted:
             self.stage(stage, *stage.split("-"))

@@ -124,3 +124,20 @@ def test_a_trace_without_cuda_calls_proves_nothing(bench: Any) -> None:
         is False
     )
     assert bars(good, {"runs": 5, "calls": {}, "waits": 0}) == {}
+
+
+def test_two_calls_into_one_folder_name_both_commands(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "machine", dict)
+    monkeypatch.setattr(bench, "versions", dict)
+    checkpoint = tmp_path / "model"
+    checkpoint.mkdir()
+    (checkpoint / "a.safetensors").write_bytes(b"x" * 100_000)
+    for name in ("one", "two"):
+        monkeypatch.setattr(sys, "argv", [name])
+        stages(bench, tmp_path / "out", checkpoint=str(checkpoint), stages="read").run()
+    assert json.loads((tmp_path / "out" / "meta.json").read_text())["command"] == "one; two"
+    read = json.loads((tmp_path / "out" / "read.json").read_text())
+    assert read["bytes"] == 100_000
+    assert len(read["cat_s"]) == len(read["readinto_s"]) == 2

@@ -165,8 +165,8 @@ class Engine(Protocol):
         """Counters for /stats and /metrics: JSON-ready, cheap, thread-safe. Has running, waiting, heartbeat_age_s.
 
         What the status page and health checks look for where an engine has it: `dead` (true: it will never answer
-        again), `lanes` (routed picks by where they were computed), `expert_cache` (`hits`, `misses`) and `memory`
-        (bytes by purpose).
+        again), `lanes` (routed picks by where they were computed), `expert_cache` (`hits`, `misses`), `memory`
+        (bytes by purpose) and `load` (seconds of the start by phase).
         """
         ...
 
