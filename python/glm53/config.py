@@ -4,24 +4,24 @@ A setting is a field of `Settings`: its name is the TOML key, GLM53_ + its name 
 and `flags` its command-line spellings. The example file, `--help`, `--print-config` and the documentation test are all
 made from these fields, so there is no second list to keep in step. Nothing else in the package reads GLM53_* variables.
 """
-# `_setting` returns a dataclass field, which the linter cannot see.
+# `setting` returns a dataclass field, which the linter cannot see.
 # ruff: noqa: RUF009
 
 from __future__ import annotations
 
 import difflib
 import os
-import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from . import config_values as values
+from .config_values import ENV_PREFIX, Spec, setting
 from .errors import ConfigError
 
 SYSTEM_CONFIG = Path("/etc/glm53/config.toml")
-ENV_PREFIX = "GLM53_"
 CONFIG_VARIABLE = "GLM53_CONFIG"
 
 OBSOLETE: Mapping[str, str] = {
@@ -29,126 +29,6 @@ OBSOLETE: Mapping[str, str] = {
     "GLM53_ROOT": "the wheel knows where it is installed; nothing replaces it",
 }
 """Variables of the container image this system replaces which mean nothing here: accepted, with a warning."""
-
-Parse = Callable[[object], Any]
-
-
-def _integer(low: int, high: int = 2**31 - 1) -> Parse:
-    def parse(raw: object) -> int:
-        if isinstance(raw, bool) or not isinstance(raw, int | str):
-            raise ValueError("a whole number is needed")
-        try:
-            value = int(raw)
-        except ValueError:
-            raise ValueError("a whole number is needed") from None
-        if not low <= value <= high:
-            raise ValueError(f"must be {low} to {high}" if high < 2**31 - 1 else f"must be at least {low}")
-        return value
-
-    return parse
-
-
-def _number(low: float, *, above: bool = False) -> Parse:
-    def parse(raw: object) -> float:
-        if isinstance(raw, bool) or not isinstance(raw, int | float | str):
-            raise ValueError("a number is needed")
-        try:
-            value = float(raw)
-        except ValueError:
-            raise ValueError("a number is needed") from None
-        if not (value > low if above else value >= low) or value == float("inf"):
-            raise ValueError(f"must be {'above' if above else 'at least'} {low:g}")
-        return value
-
-    return parse
-
-
-def _choice(*allowed: str) -> Parse:
-    def parse(raw: object) -> str:
-        if raw not in allowed:
-            raise ValueError(f"must be {' or '.join(allowed)}")
-        return str(raw)
-
-    return parse
-
-
-def _truth(raw: object) -> bool:
-    if isinstance(raw, bool):
-        return raw
-    word = str(raw).strip().lower()
-    if word in {"1", "true", "yes", "on"}:
-        return True
-    if word in {"0", "false", "no", "off"}:
-        return False
-    raise ValueError("must be true or false")
-
-
-def _text(raw: object) -> str:
-    if not isinstance(raw, str) or not raw:
-        raise ValueError("a non-empty string is needed")
-    return raw
-
-
-def _path(raw: object) -> Path:
-    return raw if isinstance(raw, Path) else Path(_text(raw)).expanduser()
-
-
-def _words(raw: object) -> tuple[str, ...]:
-    items = raw.split(",") if isinstance(raw, str) else raw
-    if not isinstance(items, list | tuple) or not all(isinstance(i, str) for i in items):
-        raise ValueError("a list of strings is needed")
-    return tuple(i.strip() for i in items if i.strip())
-
-
-def _auto(inner: Parse) -> Parse:
-    """`auto` (or nothing) leaves the value None: measured or derived when it is needed."""
-    return lambda raw: None if raw is None or raw in {"auto", ""} else inner(raw)
-
-
-def _cpu_list(raw: object) -> tuple[int, ...]:
-    """ "2-5,8" as (2, 3, 4, 5, 8); the kernel's own notation, see cpuset(7)."""
-    cpus: list[int] = []
-    for part in _text(raw).split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if not match or (match[2] and int(match[2]) < int(match[1])):
-            raise ValueError("must be auto or a CPU list like 2-23 or 2-5,8")
-        cpus.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return tuple(dict.fromkeys(cpus))
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """What is known about one setting besides its value."""
-
-    name: str
-    default: Any
-    parse: Parse
-    group: str
-    unit: str
-    help: str
-    flags: tuple[str, ...]
-    switch: bool
-    secret: bool
-
-    @property
-    def env(self) -> str:
-        return ENV_PREFIX + self.name.upper()
-
-
-def _setting(
-    default: Any,
-    parse: Parse,
-    group: str,
-    help: str,
-    *,
-    unit: str = "",
-    flags: tuple[str, ...] = (),
-    switch: bool = False,
-    secret: bool = False,
-) -> Any:
-    meta = {"parse": parse, "group": group, "help": help, "unit": unit, "flags": flags, "switch": switch}
-    make: dict[str, Any] = {"default_factory": default} if callable(default) else {"default": default}
-    return field(**make, metadata={**meta, "secret": secret})
 
 
 def default_model_dir() -> Path:
@@ -173,168 +53,192 @@ class Settings:
     """Resolved settings. `None` in a field whose default is `auto` means: measure or derive it at load."""
 
     # model
-    model_dir: Path = _setting(
-        default_model_dir, _path, "model", "folder of the EXL3 checkpoint", flags=("--model-dir", "-m")
+    model_dir: Path = setting(
+        default_model_dir, values.path, "model", "folder of the EXL3 checkpoint", flags=("--model-dir", "-m")
     )
-    model_repo: str = _setting(
-        "turboderp/GLM-5.3-Flash-exl3", _text, "model", "Hugging Face repository to download", flags=("--model-repo",)
+    model_repo: str = setting(
+        "turboderp/GLM-5.3-Flash-exl3",
+        values.text,
+        "model",
+        "Hugging Face repository to download",
+        flags=("--model-repo",),
     )
-    model_revision: str = _setting(
-        "3.05bpw", _text, "model", "branch, tag or commit of the repository", flags=("--model-revision",)
+    model_revision: str = setting(
+        "3.05bpw", values.text, "model", "branch, tag or commit of the repository", flags=("--model-revision",)
     )
-    download: bool = _setting(
-        True, _truth, "model", "download the checkpoint when config.json is missing", flags=("--download",), switch=True
+    download: bool = setting(
+        True,
+        values.truth,
+        "model",
+        "download the checkpoint when config.json is missing",
+        flags=("--download",),
+        switch=True,
     )
-    chat_template: str = _setting(
+    chat_template: str = setting(
         "builtin",
-        _text,
+        values.text,
         "model",
         "builtin, checkpoint (its own jinja file), or a jinja file",
         flags=("--chat-template",),
     )
-    state_dir: Path = _setting(
-        default_state_dir, _path, "model", "folder for what is learned between runs", flags=("--state-dir",)
+    state_dir: Path = setting(
+        default_state_dir, values.path, "model", "folder for what is learned between runs", flags=("--state-dir",)
     )
 
     # engine
-    mode: Literal["fast", "exact"] = _setting(
+    mode: Literal["fast", "exact"] = setting(
         "fast",
-        _choice("fast", "exact"),
+        values.choice("fast", "exact"),
         "engine",
         "fast (CPU tier) or exact (equal to stock exllamav3)",
         flags=("--mode",),
     )
-    device: Literal["auto", "cuda", "cpu"] = _setting(
+    device: Literal["auto", "cuda", "cpu"] = setting(
         "auto",
-        _choice("auto", "cuda", "cpu"),
+        values.choice("auto", "cuda", "cpu"),
         "engine",
         "auto and cuda need an NVIDIA GPU; cpu is for trying and testing",
         flags=("--device",),
     )
-    gpu: int = _setting(0, _integer(0, 63), "engine", "index of the GPU", flags=("--gpu", "-gpu"))
-    cache_tokens: int = _setting(
+    gpu: int = setting(0, values.integer(0, 63), "engine", "index of the GPU", flags=("--gpu", "-gpu"))
+    cache_tokens: int = setting(
         131072,
-        _integer(256),
+        values.integer(256),
         "engine",
         "size of the KV cache; a smaller one leaves room for more expert slots",
         unit="tokens",
         flags=("--cache-tokens", "-cs", "--cache-size", "--cache_size"),
     )
-    max_batch_size: int = _setting(
-        8, _integer(1, 64), "engine", "streams admitted together", flags=("--max-batch-size", "--max_batch_size")
+    max_batch_size: int = setting(
+        8, values.integer(1, 64), "engine", "streams admitted together", flags=("--max-batch-size", "--max_batch_size")
     )
-    chunk_size: int = _setting(
+    chunk_size: int = setting(
         8192,
-        _integer(256),
+        values.integer(256),
         "engine",
         "most prompt tokens in one prefill pass",
         unit="tokens",
         flags=("--chunk-size", "-chunk_size", "--chunk_size"),
     )
-    autosplit_max_batch_size: int = _setting(
+    autosplit_max_batch_size: int = setting(
         4,
-        _integer(1, 8),
+        values.integer(1, 8),
         "engine",
         "streams that decode together in one step",
         flags=("--autosplit-max-batch-size", "-ambs", "--autosplit_max_batch_size"),
     )
 
     # server
-    host: str = _setting("127.0.0.1", _text, "server", "address to listen on; 0.0.0.0 for all", flags=("--host",))
-    port: int = _setting(30000, _integer(0, 65535), "server", "TCP port", flags=("--port", "-p"))
-    served_name: str = _setting(
-        "glm-5.3-flash", _text, "server", "model name in the API", flags=("--served-name", "--served-model-name")
+    host: str = setting("127.0.0.1", values.text, "server", "address to listen on; 0.0.0.0 for all", flags=("--host",))
+    port: int = setting(30000, values.integer(0, 65535), "server", "TCP port", flags=("--port", "-p"))
+    served_name: str = setting(
+        "glm-5.3-flash", values.text, "server", "model name in the API", flags=("--served-name", "--served-model-name")
     )
-    api_keys: tuple[str, ...] = _setting(
-        (), _words, "server", "keys accepted as bearer tokens; none = open", flags=("--api-key",), secret=True
+    api_keys: tuple[str, ...] = setting(
+        (), values.words, "server", "keys accepted as bearer tokens; none = open", flags=("--api-key",), secret=True
     )
-    api_key_file: Path | None = _setting(
-        None, _auto(_path), "server", "file with one API key a line", flags=("--api-key-file",)
+    api_key_file: Path | None = setting(
+        None, values.auto(values.path), "server", "file with one API key a line", flags=("--api-key-file",)
     )
-    max_queue: int = _setting(
-        64, _integer(0), "server", "requests that may wait before 503", unit="requests", flags=("--max-queue",)
+    max_queue: int = setting(
+        64, values.integer(0), "server", "requests that may wait before 503", unit="requests", flags=("--max-queue",)
     )
-    drain_s: float = _setting(
-        30.0, _number(0), "server", "time running streams get to finish on stop", unit="s", flags=("--drain",)
+    drain_s: float = setting(
+        30.0, values.number(0), "server", "time running streams get to finish on stop", unit="s", flags=("--drain",)
     )
 
-    max_n: int = _setting(8, _integer(1, 64), "server", "most answers one request may ask for", flags=("--max-n",))
-    max_body_mib: float = _setting(
-        32.0, _number(0, above=True), "server", "largest request body", unit="MiB", flags=("--max-body-mib",)
+    max_n: int = setting(8, values.integer(1, 64), "server", "most answers one request may ask for", flags=("--max-n",))
+    max_body_mib: float = setting(
+        32.0, values.number(0, above=True), "server", "largest request body", unit="MiB", flags=("--max-body-mib",)
     )
-    body_timeout_s: float = _setting(
-        60.0, _number(0), "server", "time a client has to send its request", unit="s", flags=("--body-timeout",)
+    body_timeout_s: float = setting(
+        60.0, values.number(0), "server", "time a client has to send its request", unit="s", flags=("--body-timeout",)
     )
-    request_timeout_s: float = _setting(
-        3600.0, _number(0), "server", "longest life of a request; 0 = no limit", unit="s", flags=("--request-timeout",)
+    request_timeout_s: float = setting(
+        3600.0,
+        values.number(0),
+        "server",
+        "longest life of a request; 0 = no limit",
+        unit="s",
+        flags=("--request-timeout",),
     )
-    write_timeout_s: float = _setting(
+    write_timeout_s: float = setting(
         60.0,
-        _number(0),
+        values.number(0),
         "server",
         "time a client may read nothing before it is dropped",
         unit="s",
         flags=("--write-timeout",),
     )
-    ping_s: float = _setting(
-        10.0, _number(0, above=True), "server", "longest silence in a stream", unit="s", flags=("--ping",)
+    ping_s: float = setting(
+        10.0, values.number(0, above=True), "server", "longest silence in a stream", unit="s", flags=("--ping",)
     )
-    cors_origins: tuple[str, ...] = _setting(
-        ("*",), _words, "server", "web origins that may call the API; * = any", flags=("--cors-origins",)
+    cors_origins: tuple[str, ...] = setting(
+        ("*",), values.words, "server", "web origins that may call the API; * = any", flags=("--cors-origins",)
     )
-    log_requests: bool = _setting(
-        True, _truth, "server", "one log line a request", flags=("--log-requests",), switch=True
+    log_requests: bool = setting(
+        True, values.truth, "server", "one log line a request", flags=("--log-requests",), switch=True
     )
 
     # CPU tier
-    ct_cpus: tuple[int, ...] | None = _setting(
+    ct_cpus: tuple[int, ...] | None = setting(
         None,
-        _auto(_cpu_list),
-        "cpu tier",
+        values.auto(values.cpu_list),
+        "CPU tier",
         "CPUs of the worker threads, like 2-23; auto = one a physical core, first two cores left free",
         flags=("--ct-cpus",),
     )
-    ct_threads: int | None = _setting(
+    ct_threads: int | None = setting(
         None,
-        _auto(_integer(1, 1024)),
-        "cpu tier",
+        values.auto(values.integer(1, 1024)),
+        "CPU tier",
         "worker threads; auto = one a CPU of ct_cpus",
         flags=("--ct-threads",),
     )
-    ct_b: float | None = _setting(
+    ct_b: float | None = setting(
         None,
-        _auto(_number(0, above=True)),
-        "cpu tier",
+        values.auto(values.number(0, above=True)),
+        "CPU tier",
         "cost of one expert on the CPU; auto = measured at load",
         unit="ms",
         flags=("--ct-b",),
     )
-    isa: Literal["scalar", "avx2", "avx512"] | None = _setting(
+    isa: Literal["scalar", "avx2", "avx512"] | None = setting(
         None,
-        _auto(_choice("scalar", "avx2", "avx512")),
-        "cpu tier",
+        values.auto(values.choice("scalar", "avx2", "avx512")),
+        "CPU tier",
         "instruction set of the CPU kernels; auto = best this CPU has",
         flags=("--isa",),
     )
 
     # expert cache
-    ec_reserve_gb: float | None = _setting(
+    ec_reserve_gb: float | None = setting(
         None,
-        _auto(_number(0)),
+        values.auto(values.number(0)),
         "expert cache",
         "VRAM left free; auto = 1.5 in fast, 1.0 in exact",
         unit="GB",
         flags=("--ec-reserve-gb",),
     )
-    ec_elastic_gb: float = _setting(
-        10.0, _number(0), "expert cache", "slots that long prefills may borrow", unit="GB", flags=("--ec-elastic-gb",)
+    ec_elastic_gb: float = setting(
+        10.0,
+        values.number(0),
+        "expert cache",
+        "slots that long prefills may borrow",
+        unit="GB",
+        flags=("--ec-elastic-gb",),
     )
-    ec_stage_gb: float = _setting(
-        2.6, _number(0), "expert cache", "size of each of the two staging buffers", unit="GB", flags=("--ec-stage-gb",)
+    ec_stage_gb: float = setting(
+        2.6,
+        values.number(0),
+        "expert cache",
+        "size of each of the two staging buffers",
+        unit="GB",
+        flags=("--ec-stage-gb",),
     )
-    triton_pin: Path | None = _setting(
+    triton_pin: Path | None = setting(
         None,
-        _auto(_path),
+        values.auto(values.path),
         "expert cache",
         "file with the KDA kernels' autotune picks; auto = the one shipped for this GPU architecture",
         flags=("--triton-pin",),
@@ -374,8 +278,10 @@ _SPECS = {s.name: s for s in specs()}
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the nearest known word, or an empty string."""
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    """`; did you mean X?` for the nearest known word, or an empty string. The first that `word` begins wins."""
+    words = list(known)
+    longer = [w for w in words if len(word) > 3 and w.startswith(word)]
+    match = longer or difflib.get_close_matches(word, words, n=1, cutoff=0.5)
     return f"; did you mean {match[0]}?" if match else ""
 
 
@@ -423,10 +329,7 @@ def _from_environment(env: Mapping[str, str], warnings: list[str]) -> dict[str, 
 
 
 def load_settings(
-    overrides: Mapping[str, object] | None = None,
-    *,
-    env: Mapping[str, str] | None = None,
-    config: Path | None = None,
+    overrides: Mapping[str, object] | None = None, *, env: Mapping[str, str] | None = None, config: Path | None = None
 ) -> Settings:
     """Merge defaults, file, environment and `overrides` (the command line: name -> raw value) into Settings.
 
@@ -442,23 +345,9 @@ def load_settings(
         if name not in _SPECS:
             raise ConfigError(f"unknown setting {name!r}{nearest(name, _SPECS)}")
         raw[name] = (value, "command line")
-    values = {name: _parsed(_SPECS[name], value, source) for name, (value, source) in raw.items()}
+    resolved = {name: _parsed(_SPECS[name], value, source) for name, (value, source) in raw.items()}
     sources = {name: raw[name][1] if name in raw else "default" for name in _SPECS}
-    return Settings(**values, sources=sources, warnings=tuple(warnings))
-
-
-def _toml_value(value: object) -> str:
-    if value is None:
-        return '"auto"'
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, tuple):
-        if value and all(isinstance(v, int) for v in value):
-            return '"' + ",".join(str(v) for v in value) + '"'
-        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
-    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return Settings(**resolved, sources=sources, warnings=tuple(warnings))
 
 
 def print_config(settings: Settings) -> str:
@@ -466,7 +355,7 @@ def print_config(settings: Settings) -> str:
     lines = []
     for spec in _SPECS.values():
         value = getattr(settings, spec.name)
-        shown = f'"<{len(value)} hidden>"' if spec.secret and value else _toml_value(value)
+        shown = f'"<{len(value)} hidden>"' if spec.secret and value else values.toml_value(value)
         unit = f"{spec.unit}, " if spec.unit else ""
         lines.append(f"{spec.name} = {shown}  # {unit}{settings.sources.get(spec.name, 'default')}")
     return "\n".join(lines) + "\n"
@@ -487,5 +376,5 @@ def example_config() -> str:
         shown = {"model_dir": "/var/lib/glm53/model", "state_dir": "/var/lib/glm53"}.get(spec.name)
         default = shown or (spec.default() if callable(spec.default) else spec.default)
         unit = f" [{spec.unit}]" if spec.unit else ""
-        lines += ["", f"# {spec.help}{unit}", f"#{spec.name} = {_toml_value(default)}"]
+        lines += ["", f"# {spec.help}{unit}", f"#{spec.name} = {values.toml_value(default)}"]
     return "\n".join(lines) + "\n"

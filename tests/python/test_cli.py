@@ -62,17 +62,26 @@ def test_version_tells_build_gpu_and_kernels(run: Callable[..., RESULT]) -> None
     assert re.match(r"CPU kernels: (scalar|avx2|avx512) ", lines[-1])
 
 
-@pytest.mark.parametrize("command", ["serve", "doctor", "plan", "pull", "service", "prepare", "pin"])
+@pytest.mark.parametrize("command", ["serve", "doctor", "plan", "pull", "service", "prepare", "pin", "verify"])
 def test_every_command_has_help(run: Callable[..., RESULT], command: str) -> None:
     done = run(command, "--help")
     assert done.returncode == 0
     assert "usage: glm53 " + command in done.stdout
 
 
+def test_help_of_serve_says_what_it_does_and_gives_defaults(run: Callable[..., RESULT]) -> None:
+    text = " ".join(run("serve", "--help").stdout.split())
+    assert "load the model and answer over HTTP options:" in text
+    assert "TCP port (default 30000, GLM53_PORT)" in text
+    assert "(default on, GLM53_DOWNLOAD)" in text
+    assert "none = open (GLM53_API_KEYS)" in text
+
+
 @pytest.mark.parametrize(
     ("args", "parts"),
     [
         (["serve", "--prot", "1"], ["unknown argument --prot", "did you mean --port?"]),
+        (["serve", "--model", "x"], ["unknown argument --model;", "did you mean --model-dir?"]),
         (["serve", "--port", "99999"], ["port", "0 to 65535", "command line"]),
         (["serve", "--port"], ["--port", "expected one argument"]),
         (["serve", "-c", "5"], ["ambiguous option: -c could match -cs"]),
@@ -112,9 +121,17 @@ def test_last_value_wins_and_old_spellings_work(run: Callable[..., RESULT]) -> N
 
 
 @pytest.mark.skipif(bool(cuda_gpus()[0]), reason="this machine has a GPU")
-@pytest.mark.parametrize("args", [["serve"], ["serve", "--device", "cuda"], ["serve", "--demo"], ["prepare"], ["pin"]])
+@pytest.mark.parametrize("args", [["serve"], ["serve", "--device", "cuda"], ["serve", "--demo"]])
 def test_b74_without_a_gpu_a_normal_start_fails_loudly(run: Callable[..., RESULT], args: list[str]) -> None:
     one_line(run(*args), 1, "no usable GPU", "glm53 doctor", "--device cpu")
+
+
+@pytest.mark.skipif(bool(cuda_gpus()[0]), reason="this machine has a GPU")
+@pytest.mark.parametrize("command", ["prepare", "pin", "verify"])
+def test_commands_for_the_gpu_alone_do_not_offer_the_cpu_engine(run: Callable[..., RESULT], command: str) -> None:
+    done = run(command)
+    one_line(done, 1, "no usable GPU", "glm53 doctor")
+    assert "--device cpu" not in done.stderr
 
 
 def test_wrong_path(run: Callable[..., RESULT], tmp_path: Path) -> None:

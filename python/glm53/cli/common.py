@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from ..config import Settings, load_settings, specs
+from ..config_values import Spec
 from ..console import say
 
 
@@ -18,12 +19,22 @@ def add_settings(parser: argparse.ArgumentParser, *groups: str) -> None:
         box = parser.add_argument_group(group)
         for spec in (s for s in specs() if s.group == group):
             unit = f" [{spec.unit}]" if spec.unit else ""
-            text = f"{spec.help}{unit} ({spec.env})".replace("%", "%%")
+            text = f"{spec.help}{unit} ({_default(spec)}{spec.env})".replace("%", "%%")
             common = {"dest": f"set_{spec.name}", "default": argparse.SUPPRESS, "help": text}
             if spec.switch:
                 box.add_argument(*spec.flags, action=argparse.BooleanOptionalAction, **common)  # type: ignore[arg-type]
             else:
                 box.add_argument(*spec.flags, metavar=spec.name.rsplit("_", 1)[-1].upper(), **common)  # type: ignore[arg-type]
+
+
+def _default(spec: Spec) -> str:
+    """The setting's default for --help; nothing where the help text itself says what `auto` or an empty list does."""
+    value = spec.default() if callable(spec.default) else spec.default
+    if value is None or value == ():
+        return ""
+    if isinstance(value, bool):
+        return f"default {'on' if value else 'off'}, "
+    return f"default {','.join(value) if isinstance(value, tuple) else value}, "
 
 
 def settings_from(args: argparse.Namespace, **forced: object) -> Settings:

@@ -19,10 +19,11 @@ MARK = {"ok": "ok", "advice": "advice", "failed": "FAILED"}
 
 def add(commands: Any) -> None:
     """Register the subcommand."""
-    parser = commands.add_parser("doctor", help="check this machine and measure its lanes")
+    text = "check this machine and measure its lanes"
+    parser = commands.add_parser("doctor", help=text, description=text)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--no-measure", action="store_true", help="only check, measure nothing")
-    add_settings(parser, "model", "engine", "cpu tier", "expert cache")
+    add_settings(parser, "model", "engine", "CPU tier", "expert cache")
     parser.set_defaults(run=run)
 
 

@@ -33,7 +33,7 @@ def _run(name: str, args: argparse.Namespace) -> int:
     from .serve import choose_device
 
     settings = settings_from(args, device="cuda")
-    choose_device(settings, Host())
+    choose_device(settings, Host(), hint="")
     model_dir.check(settings.model_dir)
     try:
         from ..engine.exllama import tools

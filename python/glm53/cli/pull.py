@@ -12,7 +12,8 @@ from .common import add_settings, settings_from
 
 def add(commands: Any) -> None:
     """Register the subcommand."""
-    parser = commands.add_parser("pull", help="download the checkpoint (117 GiB), resumable")
+    text = "download the checkpoint (117 GiB), resumable"
+    parser = commands.add_parser("pull", help=text, description=text)
     add_settings(parser, "model")
     parser.set_defaults(run=run)
 

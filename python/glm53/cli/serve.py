@@ -29,7 +29,8 @@ LoadEngine = Callable[[ProgressCall], Engine]
 
 def add(commands: Any) -> None:
     """Register the subcommand."""
-    parser = commands.add_parser("serve", help="load the model and answer over HTTP")
+    text = "load the model and answer over HTTP"
+    parser = commands.add_parser("serve", help=text, description=text)
     parser.add_argument("--demo", action="store_true", help="serve the small bundled checkpoint")
     parser.add_argument(
         "--scripted", type=Path, metavar="FILE", help="answer from a file of prepared answers, no model"
@@ -78,14 +79,17 @@ def check_port(settings: Settings) -> None:
             raise ResourceError(f"{where} {why} or choose another with --port") from None
 
 
-def choose_device(settings: Settings, host: Host) -> str:
-    """The device, cpu or cuda. Raises DeviceError where a GPU is wanted (auto included) and none is usable."""
+def choose_device(settings: Settings, host: Host, hint: str = "or try the CPU engine with --device cpu") -> str:
+    """The device, cpu or cuda. Raises DeviceError where a GPU is wanted (auto included) and none is usable.
+
+    `hint` is what else the user of this command can do.
+    """
     if settings.device == "cpu":
         return "cpu"
     from .. import _core
 
     gpus, why = host.gpus()
-    hint = "run `glm53 doctor`, or try the CPU engine with --device cpu"
+    hint = ", ".join(filter(None, ("run `glm53 doctor`", hint)))
     if not gpus:
         raise DeviceError(f"no usable GPU: {why}; {hint}")
     if settings.gpu >= len(gpus):

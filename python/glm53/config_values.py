@@ -1,0 +1,161 @@
+"""What one setting is: its Spec, how its value is read (a parser per kind) and written (TOML). Pure functions.
+
+A parser takes what TOML, the environment or the command line gave and returns the value. It raises ValueError with the
+rule that was broken; `config` adds which setting it was and where it came from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ENV_PREFIX = "GLM53_"
+
+Parse = Callable[[object], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What is known about one setting besides its value."""
+
+    name: str
+    default: Any
+    parse: Parse
+    group: str
+    unit: str
+    help: str
+    flags: tuple[str, ...]
+    switch: bool
+    secret: bool
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+
+def setting(
+    default: Any,
+    parse: Parse,
+    group: str,
+    help: str,
+    *,
+    unit: str = "",
+    flags: tuple[str, ...] = (),
+    switch: bool = False,
+    secret: bool = False,
+) -> Any:
+    """A field of `Settings` that carries its Spec; a callable `default` is called for each object."""
+    meta = {"parse": parse, "group": group, "help": help, "unit": unit, "flags": flags, "switch": switch}
+    make: dict[str, Any] = {"default_factory": default} if callable(default) else {"default": default}
+    return field(**make, metadata={**meta, "secret": secret})
+
+
+def integer(low: int, high: int = 2**31 - 1) -> Parse:
+    """A whole number of `low` to `high`."""
+
+    def parse(raw: object) -> int:
+        if isinstance(raw, bool) or not isinstance(raw, int | str):
+            raise ValueError("a whole number is needed")
+        try:
+            value = int(raw)
+        except ValueError:
+            raise ValueError("a whole number is needed") from None
+        if not low <= value <= high:
+            raise ValueError(f"must be {low} to {high}" if high < 2**31 - 1 else f"must be at least {low}")
+        return value
+
+    return parse
+
+
+def number(low: float, *, above: bool = False) -> Parse:
+    """A finite number of at least `low`, or above it."""
+
+    def parse(raw: object) -> float:
+        if isinstance(raw, bool) or not isinstance(raw, int | float | str):
+            raise ValueError("a number is needed")
+        try:
+            value = float(raw)
+        except ValueError:
+            raise ValueError("a number is needed") from None
+        if not (value > low if above else value >= low) or value == float("inf"):
+            raise ValueError(f"must be {'above' if above else 'at least'} {low:g}")
+        return value
+
+    return parse
+
+
+def choice(*allowed: str) -> Parse:
+    """One of the words `allowed`."""
+
+    def parse(raw: object) -> str:
+        if raw not in allowed:
+            raise ValueError(f"must be {' or '.join(allowed)}")
+        return str(raw)
+
+    return parse
+
+
+def truth(raw: object) -> bool:
+    """true or false, also as 1/0, yes/no, on/off."""
+    if isinstance(raw, bool):
+        return raw
+    word = str(raw).strip().lower()
+    if word in {"1", "true", "yes", "on"}:
+        return True
+    if word in {"0", "false", "no", "off"}:
+        return False
+    raise ValueError("must be true or false")
+
+
+def text(raw: object) -> str:
+    """A non-empty string."""
+    if not isinstance(raw, str) or not raw:
+        raise ValueError("a non-empty string is needed")
+    return raw
+
+
+def path(raw: object) -> Path:
+    """A path; ~ is the home folder."""
+    return raw if isinstance(raw, Path) else Path(text(raw)).expanduser()
+
+
+def words(raw: object) -> tuple[str, ...]:
+    """A list of strings, or one string split at commas."""
+    items = raw.split(",") if isinstance(raw, str) else raw
+    if not isinstance(items, list | tuple) or not all(isinstance(i, str) for i in items):
+        raise ValueError("a list of strings is needed")
+    return tuple(i.strip() for i in items if i.strip())
+
+
+def auto(inner: Parse) -> Parse:
+    """`auto` (or nothing) leaves the value None: measured or derived when it is needed."""
+    return lambda raw: None if raw is None or raw in {"auto", ""} else inner(raw)
+
+
+def cpu_list(raw: object) -> tuple[int, ...]:
+    """ "2-5,8" as (2, 3, 4, 5, 8); the kernel's own notation, see cpuset(7)."""
+    cpus: list[int] = []
+    for part in text(raw).split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if not match or (match[2] and int(match[2]) < int(match[1])):
+            raise ValueError("must be auto or a CPU list like 2-23 or 2-5,8")
+        cpus.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(dict.fromkeys(cpus))
+
+
+def toml_value(value: object) -> str:
+    """The value as TOML text; None stands as "auto"."""
+    if value is None:
+        return '"auto"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, tuple):
+        if value and all(isinstance(v, int) for v in value):
+            return '"' + ",".join(str(v) for v in value) + '"'
+        return "[" + ", ".join(toml_value(v) for v in value) + "]"
+    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
