@@ -252,6 +252,22 @@ def fitted(machine: Machine, shape: ModelShape = SHAPE) -> Constants:
     )
 
 
+def _lacks(
+    machine: Machine, shape: ModelShape, *, mode: str, vram: int, ram: int, cache_tokens: int
+) -> tuple[str, ...]:
+    """What the machine is short of for `mode`, given the bytes of VRAM and RAM it takes; empty where it fits."""
+    reasons = []
+    if machine.gpu_bytes < vram:
+        reasons.append(f"VRAM: {vram / GIB:.1f} GiB needed with {cache_tokens} cache tokens; try a smaller -cs")
+    if machine.ram_bytes < ram:
+        reasons.append(f"RAM: {ram / GIB:.0f} GiB needed free for the experts and the process")
+    if machine.disk_free_bytes is not None and machine.disk_free_bytes < shape.checkpoint_bytes:
+        reasons.append(f"disk: {shape.checkpoint_bytes / GIB:.0f} GiB needed for the checkpoint")
+    if mode == "fast" and not machine.avx2:
+        reasons.append("fast mode needs a CPU with AVX2, FMA and F16C; use --mode exact")
+    return tuple(reasons)
+
+
 def plan(
     machine: Machine,
     *,
@@ -278,19 +294,11 @@ def plan(
     ram = shape.routed_bytes + constants.host_overhead_bytes
     hits = hit_rate(slots, wanted, constants, shape) if known.hit_rate is None else known.hit_rate
     cpu = wanted == "fast"
-    reasons = []
     least = resident + reserve + shape.picks * shape.expert_bytes
-    if machine.gpu_bytes < least:
-        reasons.append(f"VRAM: {least / GIB:.1f} GiB needed with {cache_tokens} cache tokens; try a smaller -cs")
-    if machine.ram_bytes < ram:
-        reasons.append(f"RAM: {ram / GIB:.0f} GiB needed free for the experts and the process")
-    if machine.disk_free_bytes is not None and machine.disk_free_bytes < shape.checkpoint_bytes:
-        reasons.append(f"disk: {shape.checkpoint_bytes / GIB:.0f} GiB needed for the checkpoint")
-    if wanted == "fast" and not machine.avx2:
-        reasons.append("fast mode needs a CPU with AVX2, FMA and F16C; use --mode exact")
+    reasons = _lacks(machine, shape, mode=wanted, vram=least, ram=ram, cache_tokens=cache_tokens)
     return Plan(
         fits=not reasons,
-        reasons=tuple(reasons),
+        reasons=reasons,
         mode=wanted,
         slots=slots,
         slots_per_layer=round(slots / shape.moe_layers, 1),

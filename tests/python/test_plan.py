@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from glm53.cli import main
 from glm53.sizing import (
     GIB,
     REFERENCE,
@@ -165,3 +166,10 @@ def test_the_command_takes_measured_values_and_names_a_hit_rate() -> None:
     assert wrong.returncode != 0
     assert "hit_rate must be above 0 and at most 1, not 2.0" in wrong.stderr
     assert "Traceback" not in wrong.stderr
+
+
+def test_no_speed_is_told_of_a_machine_that_cannot_run_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpu", "8", "--ram", "64"]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("fits: no\n  VRAM: ")
+    assert "tok/s" not in text

@@ -14,7 +14,8 @@ from ..sizing import GB, GIB, Machine, Measured, Plan, plan
 
 def add(commands: Any) -> None:
     """Register the subcommand."""
-    parser = commands.add_parser("plan", help="what fits and how fast, for a machine that is not here")
+    text = "what fits and how fast, for a machine that is not here"
+    parser = commands.add_parser("plan", help=text, description=text)
     parser.add_argument("--gpu", type=float, required=True, metavar="GIB", help="VRAM of the card, e.g. 24")
     parser.add_argument("--ram", type=float, required=True, metavar="GIB", help="installed RAM, e.g. 256")
     parser.add_argument("--cores", type=int, default=24, metavar="N", help="physical CPU cores (default 24)")
@@ -73,15 +74,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def render(p: Plan) -> str:
-    """The plan for a person, with the constants it was computed with."""
+    """The plan for a person, with the constants it was computed with; no speed of a machine that cannot run it."""
     c = p.constants
     lines = [
         "fits: yes" if p.fits else "fits: no",
         *(f"  {reason}" for reason in p.reasons),
         f"mode: {p.mode}",
-        f"expert slots: {p.slots} ({p.slots_per_layer} of 288 a layer), expected hit rate {p.hit_rate:.2f}",
         f"VRAM: at least {p.vram_needed_bytes / GIB:.1f} GiB; all that is left becomes slots",
         f"RAM: {p.ram_needed_bytes / GIB:.0f} GiB ({p.ram_needed_bytes / GB:.0f} GB), page-locked",
+    ]
+    if not p.fits:
+        return "\n".join(lines) + "\n"
+    lines += [
+        f"expert slots: {p.slots} ({p.slots_per_layer} of 288 a layer), expected hit rate {p.hit_rate:.2f}",
         f"decode, one stream: about {p.decode_tok_s:.1f} tok/s",
         *([] if p.implied_hit_rate is None else [f"hit rate that gives --tok-s: {p.implied_hit_rate:.4f}"]),
         f"prefill: about {p.prefill_8k_tok_s:.0f} tok/s at 8k, {p.prefill_32k_tok_s:.0f} at 32k (RTX 3090 compute)",
