@@ -65,7 +65,10 @@ def counts(choice: Choice) -> TokenCounts:
 
 
 def timings(usage_: StreamUsage) -> dict[str, Any]:
-    """Where a stream's time went, in ms, with the rates users compare (prompt tokens that were not cached)."""
+    """Where a stream's time went, in ms, with the rates users compare (prompt tokens that were not cached).
+
+    `predicted_n` counts every token the engine made, the one that ended the answer too; `usage` counts the answer's.
+    """
     started = usage_.prefill_start_s or usage_.submitted_s
     first = usage_.first_token_s or time.monotonic()
     prompt_s, predicted_s = max(0.0, first - started), max(0.0, usage_.last_token_s - usage_.first_token_s)

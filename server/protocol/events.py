@@ -124,11 +124,6 @@ def collect(events: Iterable[Event]) -> Answer:
     return answer
 
 
-def assemble(events: Iterable[Event]) -> dict[str, Any]:
-    """The message of `collect(events)`."""
-    return collect(events).message()
-
-
 def merge(events: list[Event]) -> list[Event]:
     """Neighbours of one kind as one event, in linear time."""
     out: list[Event] = []

@@ -65,8 +65,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: not a JSON object; download the file again")
     return value
-
-
-def weight_bytes(path: Path) -> int:
-    """Bytes of all weights in the folder."""
-    return sum(f.stat().st_size for f in path.glob("*.safetensors"))
