@@ -80,7 +80,9 @@ def main() -> int:
             for name in ("reasoning_content", "content"):
                 piece = choice["delta"].get(name)
                 if piece:
-                    sys.stdout.write((f"\n[{name}] " if name != channel else "") + piece)
+                    if name != channel:
+                        sys.stdout.write(("\n\n" if channel else "") + f"[{name}] ")
+                    sys.stdout.write(piece)
                     sys.stdout.flush()
                     channel = name
     if not channel or not usage or not usage.get("completion_tokens"):
