@@ -37,6 +37,8 @@ class Tokenizer:
             plain = HfTokenizer.from_str(json.dumps({**spec, "added_tokens": []}))
         except FileNotFoundError:
             raise CheckpointError(f"{model_dir}: no tokenizer.json; is this a model directory?") from None
+        except MemoryError:
+            raise
         except Exception as e:
             raise CheckpointError(f"{path}: not a readable tokenizer ({e})") from e
         self._plain = plain

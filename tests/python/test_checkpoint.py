@@ -7,6 +7,9 @@ import math
 import os
 import re
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,7 +66,7 @@ def refuse(path: Path, *parts: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         Checkpoint.open(path)
     message = str(caught.value)
-    assert "\n" not in message
+    assert "\n" not in message and len(message) < 1000
     for part in parts:
         assert part in message, message
     assert len(os.listdir("/proc/self/fd")) == before
@@ -176,7 +179,7 @@ def test_a_plain_checkpoint_is_refused(folder: Path, weights: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [("{", "not readable JSON"), ("[]", "not a JSON object"), ('{"model_type": "llama"}', "model_type is 'llama'"),
-     ('{"model_type": "glm5_next"}', "text_config is None")],
+     ('{"model_type": "glm5_next"}', "text_config is None"), ("[" * 100_000, "not readable JSON")],
 )  # fmt: skip
 def test_bad_config_json(folder: Path, text: str, part: str) -> None:
     (folder / "config.json").write_text(text)
@@ -197,6 +200,17 @@ def test_bad_config_json(folder: Path, text: str, part: str) -> None:
         ("indexer_types", ["shared"] * 5, "indexer_types"),
         ("eos_token_id", "x", "eos_token_id"),
         ("linear_attn_config", {"num_heads": 4}, "linear_attn_config.head_dim"),
+        ("layer_types", [[]] * 5, "layer_types"),
+        ("layer_types", ["x" * 10_000] * 5, "layer_types"),
+        ("indexer_types", 7, "indexer_types is 7"),
+        ("rms_norm_eps", math.nan, "rms_norm_eps is nan, need a positive number"),
+        ("rms_norm_eps", 0, "rms_norm_eps is 0"),
+        ("swiglu_limit", math.inf, "swiglu_limit is inf"),
+        ("routed_scaling_factor", 10**400, "routed_scaling_factor is 1000"),
+        ("max_position_embeddings", 10**30, "and <= 2147483647"),
+        ("hc_sinkhorn_iters", 10**6, "hc_sinkhorn_iters is 1000000, need an integer >= 1 and <= 1000"),
+        ("norm_topk_prob", "false", "norm_topk_prob is 'false', need true or false"),
+        ("eos_token_id", [True], "eos_token_id"),
     ],
 )
 def test_bad_fields_are_named(folder: Path, name: str, value: object, part: str) -> None:
@@ -204,6 +218,14 @@ def test_bad_fields_are_named(folder: Path, name: str, value: object, part: str)
     config["text_config"][name] = value
     (folder / "config.json").write_text(json.dumps(config))
     refuse(folder, "config.json", part)
+
+
+@pytest.mark.parametrize("value", [0, 5.0])
+def test_a_kda_decay_without_a_lower_bound_is_refused(folder: Path, value: float) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["linear_attn_config"]["gate_lower_bound"] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    refuse(folder, f"linear_attn_config.gate_lower_bound is {value}, need a negative number")
 
 
 def test_config_of_the_bundled_checkpoint() -> None:
@@ -304,7 +326,8 @@ def test_overlaps_and_holes(weights: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "part"),
     [({"dtype": "F99"}, "corrupt header entry"), ({"shape": [-1]}, "corrupt header entry"), ({"shape": "x"}, "corrupt"),
-     ({"data_offsets": [0]}, "corrupt"), ({"shape": [3]}, "bytes stored")],
+     ({"data_offsets": [0]}, "corrupt"), ({"shape": [3]}, "bytes stored"), ({"shape": [-1] * 9999}, "header entry"),
+     ({"dtype": ["F16"]}, "corrupt"), ({"data_offsets": [0, 10**30]}, "bytes stored")],
 )  # fmt: skip
 def test_corrupt_header_entries(weights: Path, entry: dict[str, Any], part: str) -> None:
     write_file(weights, read_file(weights), lambda h: h["model.language_model.norm.weight"].update(entry))
@@ -331,6 +354,35 @@ def test_duplicates_in_one_file_and_in_two(folder: Path, weights: Path) -> None:
     )
     weights.write_bytes(len(head).to_bytes(8, "little") + head + raw[8 + n :])
     refuse(folder, "twice in the header", "model.safetensors")
+
+
+def test_a_duplicate_is_found_in_a_large_header_at_once(folder: Path) -> None:
+    names = [f'"t{i}":0' for i in range(200_000)]
+    head = ("{" + ",".join([*names, names[-1]]) + "}").encode()
+    (folder / "extra.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+    started = time.process_time()
+    refuse(folder, "'t199999' appears twice in the header")
+    assert time.process_time() - started < 30, "one pass, not one per name"
+
+
+def test_what_is_no_file_is_refused_by_name(folder: Path) -> None:
+    other = folder / "other.safetensors"
+    other.mkdir()
+    refuse(folder, "other.safetensors", "not a regular file")
+    other.rmdir()
+    os.mkfifo(other)  # opening one without a writer would wait for ever
+    refuse(folder, "other.safetensors", "not a regular file")
+    other.unlink()
+    other.symlink_to(other)
+    refuse(folder, "other.safetensors", "cannot be opened", "symbolic links")
+
+
+def test_folders_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(self: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    refuse(folder, "cannot be read (Permission denied)")
 
 
 def test_file_changed_while_reading(folder: Path, weights: Path) -> None:
@@ -366,6 +418,18 @@ def test_ram_check_names_both_numbers() -> None:
     require_ram(5 << 30, "loading x", available=6 << 30)
     with pytest.raises(ResourceError, match=r"loading x needs 7\.0 GiB of RAM, 6\.0 GiB are available"):
         require_ram(7 << 30, "loading x", available=6 << 30)
+
+
+def test_available_ram_knows_the_limit_of_the_process() -> None:
+    code = (
+        "import resource\n"
+        "from glm53.checkpoint import available_ram\n"
+        "free = available_ram()\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)\n"
+        "assert free > 64 << 20 >= available_ram(), (free, available_ram())\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_available_ram_is_the_least_of_machine_and_cgroups(tmp_path: Path) -> None:

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from cpu_engine_helpers import BUNDLED, full_logits, golden_data, golden_dir, random_ids
+from cpu_engine_streams import PROMPT, Answer, Only, gather, generate, load, reached, request, run
 
-from glm53.checkpoint import Checkpoint
 from glm53.engine.cpu import CpuEngine
-from glm53.engine.cpu.experts import ExpertStore
-from glm53.engine.protocol import Delta, Finish, GenerationRequest, SamplingParams, Token
-from glm53.errors import CheckpointError, EngineError, PromptTooLong, RequestError, ResourceError
+from glm53.engine.protocol import Delta, Finish, GenerationRequest, SamplingParams
+from glm53.errors import PromptTooLong, RequestError
 from glm53.tokenizer import Tokenizer
-
-GREEDY = SamplingParams(temperature=0.0)
-PROMPT = random_ids(40, 1)
-
-
-def load(**kw: Any) -> CpuEngine:
-    return CpuEngine.load(golden_dir(), **{"threads": 1, "context": 2048, **kw})
 
 
 @pytest.fixture(scope="module")
@@ -34,56 +23,6 @@ def engine() -> Iterator[CpuEngine]:
     e = load()
     yield e
     e.close()
-
-
-def request(prompt: list[int] | None = None, n: int = 12, **kw: Any) -> GenerationRequest:
-    return GenerationRequest("test", prompt or PROMPT, n, **{"sampling": GREEDY, **kw})
-
-
-class Answer:
-    """Everything one stream delivered."""
-
-    def __init__(self) -> None:
-        self.tokens: list[Token] = []
-        self.finish: Finish | None = None
-        self.usage: Any = None
-
-    @property
-    def ids(self) -> list[int]:
-        return [t.id for t in self.tokens]
-
-
-async def generate(engine: CpuEngine, req: GenerationRequest, on: Callable[[Delta, Any], None] | None = None) -> Answer:
-    stream, answer = engine.submit(req), Answer()
-    answer.usage = stream.usage
-    try:
-        async for delta in stream:
-            answer.tokens += delta.tokens
-            answer.finish = delta.finish
-            if on:
-                on(delta, stream)
-    finally:
-        stream.cancel()
-    return answer
-
-
-def run(engine: CpuEngine, req: GenerationRequest) -> Answer:
-    return asyncio.run(generate(engine, req))
-
-
-def gather(*jobs: Coroutine[Any, Any, Any]) -> list[Any]:
-    async def all_of() -> list[Any]:
-        return await asyncio.gather(*jobs)
-
-    return asyncio.run(all_of())
-
-
-async def reached(condition: Callable[[], bool]) -> None:
-    for _ in range(20_000):
-        if condition():
-            return
-        await asyncio.sleep(0.003)
-    raise AssertionError("condition not met in time")
 
 
 # ---------------------------------------------------------------- generation
@@ -188,24 +127,6 @@ def test_logprobs_are_the_models(engine: CpuEngine) -> None:
     assert run(engine, request(n=1)).tokens[0].logprob is None
 
 
-class Only:
-    """A constraint that allows a fixed sequence."""
-
-    def __init__(self, ids: list[int], fail_at: int = -1) -> None:
-        self.left, self.seen, self.fail_at = list(ids), [], fail_at
-
-    def allowed(self, vocab_size: int) -> np.ndarray | None:
-        if len(self.seen) == self.fail_at:
-            raise RuntimeError("grammar broke")
-        mask = np.zeros(vocab_size, bool)
-        mask[self.left[:1]] = True
-        return mask if self.left else None
-
-    def accept(self, token_id: int) -> None:
-        self.seen.append(token_id)
-        self.left = self.left[1:]
-
-
 def test_constraints_are_honoured_and_advanced(engine: CpuEngine) -> None:
     only = Only([4, 8, 15])
     answer = run(engine, request(n=6, constraint=only))
@@ -308,127 +229,6 @@ def test_the_readers_task_being_dropped_does_not_hurt(engine: CpuEngine) -> None
 
     asyncio.run(scenario())
     assert len(run(engine, request(n=3)).ids) == 3
-
-
-# ---------------------------------------------------------------- errors
-
-
-def test_an_error_in_one_stream_ends_only_that_stream(engine: CpuEngine) -> None:
-    bad, good = gather(
-        generate(engine, request(n=20, constraint=Only([4] * 20, fail_at=3))),
-        generate(engine, request(random_ids(25, 6), 20)),
-    )
-    assert bad.finish is not None and bad.finish.reason == "error"
-    assert bad.finish.error == "RuntimeError: grammar broke" and bad.ids == [4, 4, 4]
-    assert good.finish == Finish("length") and len(good.ids) == 20
-
-
-def test_an_error_in_prefill_ends_only_that_stream(engine: CpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = engine._model.prefill
-
-    def prefill(state: Any, ids: list[int]) -> torch.Tensor:
-        if ids[0] == 1999:
-            raise MemoryError("no room")
-        return real(state, ids)
-
-    monkeypatch.setattr(engine._model, "prefill", prefill)
-    bad, good = gather(generate(engine, request([1999, *PROMPT], 5)), generate(engine, request(random_ids(30, 77), 5)))
-    assert bad.finish == Finish("error", error="MemoryError: no room")
-    assert good.finish == Finish("length")
-
-
-def test_a_fatal_error_ends_everything_and_refuses_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    e = load()
-
-    def broken() -> None:
-        raise RuntimeError("lost the plot")
-
-    async def scenario() -> Answer:
-        task = asyncio.create_task(generate(e, request(n=1000)))
-        await asyncio.sleep(0.05)
-        monkeypatch.setattr(e._scheduler, "_admit", broken)
-        return await task
-
-    answer = asyncio.run(scenario())
-    assert answer.finish == Finish("error", error="RuntimeError: lost the plot")
-    assert e.stats()["dead"] is True
-    with pytest.raises(EngineError, match="lost the plot"):
-        run(e, request())
-    e.close()
-
-
-def test_close_ends_streams_and_is_idempotent() -> None:
-    e = load()
-
-    async def scenario() -> Answer:
-        task = asyncio.create_task(generate(e, request(n=1500)))
-        await asyncio.sleep(0.1)
-        await asyncio.to_thread(e.close)
-        return await task
-
-    answer = asyncio.run(scenario())
-    assert answer.finish == Finish("cancelled")
-    e.close()
-    with pytest.raises(EngineError, match="shutting down"):
-        run(e, request())
-    with pytest.raises(EngineError, match="shutting down"):
-        e._scheduler.add(None)  # a submit that passed its check just before the end
-
-
-def test_scores_end_with_the_engine() -> None:
-    e = load(prefill_chunk=32)
-
-    async def scenario() -> None:
-        task = asyncio.create_task(e.score(random_ids(1800, 1), 0))
-        await reached(lambda: e.stats()["score_tokens"] > 0)
-        await asyncio.to_thread(e.close)
-        with pytest.raises(EngineError, match="shutting down"):
-            await task
-
-    asyncio.run(scenario())
-    assert e.stats()["score_tokens"] < 1800
-
-
-def test_a_cancelled_score_stops(engine: CpuEngine) -> None:
-    before = engine.stats()["score_tokens"]
-
-    async def scenario() -> None:
-        task = asyncio.create_task(engine.score(random_ids(1900, 2), 0))
-        await reached(lambda: engine.stats()["score_tokens"] > before)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(scenario())
-    run(engine, request(n=3))
-    assert engine.stats()["score_tokens"] - before < 1900
-
-
-def test_no_room_for_a_state_ends_only_that_stream(engine: CpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room() -> None:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(engine._model, "new_state", no_room)
-    assert run(engine, request(random_ids(9, 99))).finish == Finish("error", error="MemoryError: no room")
-    monkeypatch.undo()
-    assert len(run(engine, request(n=3)).ids) == 3
-
-
-def test_load_refuses_a_bad_folder_and_too_little_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CheckpointError, match="empty directory"):
-        CpuEngine.load(tmp_path)
-    monkeypatch.setattr("glm53.checkpoint.memory.available_ram", lambda: 1 << 20)
-    with pytest.raises(ResourceError, match=r"needs 0\.0 GiB of RAM, 0\.0 GiB are available"):
-        load()
-
-
-def test_a_file_that_changes_while_experts_are_read(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(golden_dir(), tmp_path / "model"))
-    with Checkpoint.open(folder) as checkpoint:
-        os.utime(folder / "model.safetensors", ns=(1, 1))
-        with pytest.raises(CheckpointError, match=r"model\.safetensors: model\..*experts\.\d+\..*_proj\.") as caught:
-            ExpertStore(checkpoint, lambda stage, fraction: None)
-    assert "\n" not in str(caught.value)
 
 
 # ---------------------------------------------------------------- prefix reuse

@@ -104,6 +104,7 @@ def test_logit_bias_forces_and_forbids() -> None:
     assert set(draws(200, logits, logit_bias={5: 100.0})) == {5}
     assert best not in draws(2000, logits, logit_bias={best: -100.0})
     assert draws(50, logits, logit_bias={SIZE + 3: 100.0}, temperature=0.0) == {best: 50}
+    assert draws(50, logits, logit_bias={-1: 100.0}, temperature=0.0) == {best: 50}
 
 
 @pytest.mark.parametrize("kw", [{"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 8.0}])

@@ -1,7 +1,8 @@
-"""How much RAM this process may still take: the machine's and its cgroup's view."""
+"""How much RAM this process may still take: the machine's, its cgroup's and its own limit's view."""
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 from ..errors import ResourceError
@@ -49,10 +50,22 @@ def _reclaimable(stat: Path) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
 
 
+def _limit_available(proc: Path) -> int | None:
+    """Address space left under this process's own limit (`ulimit -v`); None without one."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        pages = int((proc / "self/statm").read_text().split()[0])
+    except OSError:
+        return limit
+    return max(limit - pages * resource.getpagesize(), 0)
+
+
 def available_ram(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes this process may still allocate: least of MemAvailable and the cgroup v2 limits; None = unknown."""
-    rooms = [r for r in (_meminfo_available(proc), _cgroup_available(proc, cgroup)) if r is not None]
-    return min(rooms, default=None)
+    """Bytes this process may still allocate: the least of MemAvailable, cgroup v2 and `ulimit -v`; None = unknown."""
+    rooms = (_meminfo_available(proc), _cgroup_available(proc, cgroup), _limit_available(proc))
+    return min((r for r in rooms if r is not None), default=None)
 
 
 def require_ram(needed: int, what: str, available: int | None = None) -> None:
@@ -61,5 +74,5 @@ def require_ram(needed: int, what: str, available: int | None = None) -> None:
     if have is not None and needed > have:
         raise ResourceError(
             f"{what} needs {needed / 2**30:.1f} GiB of RAM, {have / 2**30:.1f} GiB are available: "
-            "free memory, raise the cgroup limit (MemoryMax), or use a smaller checkpoint"
+            "free memory, raise the limit (MemoryMax of the service, ulimit -v), or use a smaller checkpoint"
         )

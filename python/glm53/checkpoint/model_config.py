@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import CheckpointError
+from .safetensors_file import short
 
 LayerType = Literal["linear_attention", "indexed_attention"]
 MlpType = Literal["dense", "sparse"]
 
 EXAMPLE = "an EXL3 checkpoint such as turboderp/GLM-5.3-Flash-exl3 at revision 3.05bpw"
+_MAX_INTEGER = 2**31 - 1
+_SMALLEST, _LARGEST = 1e-37, 1e37
 _LAYER_TYPES: dict[str, LayerType] = {
     "linear_attention": "linear_attention",
     "deepseek_sparse_attention": "indexed_attention",
@@ -77,7 +80,7 @@ class ModelConfig:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise CheckpointError(f"{model_dir}: no config.json; point the model directory at {EXAMPLE}") from None
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, RecursionError) as e:
             raise CheckpointError(f"{path}: not readable JSON ({e}); download the checkpoint again") from e
         if not isinstance(raw, dict):
             raise CheckpointError(f"{path}: not a JSON object; download the checkpoint again")
@@ -94,8 +97,8 @@ class _Fields:
         self.path, self.values, self.prefix = path, values, prefix
 
     def fail(self, name: str, need: str) -> CheckpointError:
-        found = self.values.get(name)
-        return CheckpointError(f"{self.path}: {self.prefix}{name} is {found!r}, need {need}")
+        found = short(self.values.get(name))
+        return CheckpointError(f"{self.path}: {self.prefix}{name} is {found}, need {need}")
 
     def section(self, name: str) -> _Fields:
         value = self.values.get(name)
@@ -103,18 +106,29 @@ class _Fields:
             raise self.fail(name, "an object")
         return _Fields(self.path, value, f"{self.prefix}{name}.")
 
-    def integer(self, name: str, default: int | None = None, *, low: int = 1, multiple: int = 1) -> int:
+    def integer(
+        self, name: str, default: int | None = None, *, low: int = 1, high: int = _MAX_INTEGER, multiple: int = 1
+    ) -> int:
         value = self.values.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low or value % multiple:
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high or value % multiple:
+            limit = f" and <= {high}" if isinstance(value, int) and value > high else ""
             step = f", a multiple of {multiple}" if multiple > 1 else ""
-            raise self.fail(name, f"an integer >= {low}{step}")
+            raise self.fail(name, f"an integer >= {low}{limit}{step}")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.values.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self.fail(name, "a number")
+    def number(self, name: str, default: float | None = None, *, sign: int = 1) -> float:
+        """A finite float32 number other than 0, of the given sign."""
+        value: Any = self.values.get(name, default)
+        numeric = isinstance(value, int | float) and not isinstance(value, bool)
+        if not numeric or not _SMALLEST <= sign * value <= _LARGEST:
+            raise self.fail(name, f"a {'positive' if sign > 0 else 'negative'} number")
         return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise self.fail(name, "true or false")
+        return value
 
     def exactly(self, name: str, value: object, default: object = None) -> None:
         if self.values.get(name, value if default is None else default) != value:
@@ -122,7 +136,11 @@ class _Fields:
 
     def strings(self, name: str, length: int, names: dict[str, Any]) -> tuple[Any, ...]:
         value = self.values.get(name)
-        if not isinstance(value, list) or len(value) != length or any(v not in names for v in value):
+        if (
+            not isinstance(value, list)
+            or len(value) != length
+            or any(not isinstance(v, str) or v not in names for v in value)
+        ):
             raise self.fail(name, f"a list of {length} out of {', '.join(sorted(names))}")
         return tuple(names[v] for v in value)
 
@@ -130,7 +148,7 @@ class _Fields:
 def _eos(text: _Fields) -> tuple[int, ...]:
     value = text.values.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(not isinstance(i, int) or i < 0 for i in ids):
+    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
         raise text.fail("eos_token_id", "a token id or a list of them")
     return tuple(ids)
 
@@ -140,7 +158,8 @@ def _from_text_config(t: _Fields) -> ModelConfig:
     for name, value in (("scoring_func", "sigmoid"), ("hidden_act", "silu"), ("n_group", 1), ("topk_group", 1),
                         ("qk_rope_head_dim", 0), ("attention_bias", False)):  # fmt: skip
         t.exactly(name, value)
-    if any(kind != "full" for kind in t.values.get("indexer_types") or []):
+    indexers = t.values.get("indexer_types") or []
+    if not isinstance(indexers, list) or any(kind != "full" for kind in indexers):
         raise t.fail("indexer_types", '"full" for every layer')
     kda = t.section("linear_attn_config")
     experts = t.integer("n_routed_experts")
@@ -158,7 +177,7 @@ def _from_text_config(t: _Fields) -> ModelConfig:
         n_shared_experts=t.integer("n_shared_experts", 1),
         num_experts_per_tok=min(t.integer("num_experts_per_tok"), experts),
         routed_scaling_factor=t.number("routed_scaling_factor"),
-        norm_topk_prob=bool(t.values.get("norm_topk_prob", True)),
+        norm_topk_prob=t.flag("norm_topk_prob", True),
         swiglu_limit=t.number("swiglu_limit"),
         num_attention_heads=t.integer("num_attention_heads"),
         q_lora_rank=t.integer("q_lora_rank", multiple=128),
@@ -172,10 +191,10 @@ def _from_text_config(t: _Fields) -> ModelConfig:
         kda_num_heads=kda.integer("num_heads"),
         kda_head_dim=kda.integer("head_dim"),
         kda_conv_kernel=kda.integer("short_conv_kernel_size", low=2),
-        kda_gate_lower_bound=kda.number("gate_lower_bound"),
+        kda_gate_lower_bound=kda.number("gate_lower_bound", sign=-1),
         hc_mult=t.integer("hc_mult"),
         hc_eps=t.number("hc_eps", 1e-6),
-        hc_sinkhorn_iters=t.integer("hc_sinkhorn_iters", 20),
+        hc_sinkhorn_iters=t.integer("hc_sinkhorn_iters", 20, high=1000),
         rms_norm_eps=t.number("rms_norm_eps"),
         max_position_embeddings=t.integer("max_position_embeddings"),
         eos_token_ids=_eos(t),

@@ -119,7 +119,7 @@ class Checkpoint:
         for item in expected(self.config):
             if isinstance(item, Plain):
                 info = self._check(item.name, _FLOATS, None if item.flat else item.shape)
-                if item.flat and tuple(n for n in info.shape if n != 1) != item.shape:
+                if item.flat and [n for n in info.shape if n != 1] != [n for n in item.shape if n != 1]:
                     raise _wrong_shape(info, item.shape)
                 known.add(item.name)
             else:
@@ -270,12 +270,16 @@ def _wrong_shape(info: TensorInfo, shape: tuple[int, ...]) -> CheckpointError:
 
 
 def _require_folder(model_dir: Path) -> None:
-    if not model_dir.exists():
+    try:
+        names = [p.name for p in model_dir.iterdir()] if model_dir.is_dir() else []
+        exists = model_dir.exists()
+    except OSError as e:
+        raise CheckpointError(f"{model_dir}: cannot be read ({e.strerror}); give this user access to it") from e
+    if not exists:
         raise CheckpointError(f"{model_dir}: no such directory; point the model directory at {EXAMPLE}")
     if not model_dir.is_dir():
         hint = "GGUF files are not supported" if model_dir.suffix == ".gguf" else "give the folder, not a file"
         raise CheckpointError(f"{model_dir}: not a directory ({hint}); use {EXAMPLE}")
-    names = [p.name for p in model_dir.iterdir()]
     if not names:
         raise CheckpointError(f"{model_dir}: empty directory; download {EXAMPLE} into it")
     if any(n.endswith(".gguf") for n in names) and not any(n.endswith(".safetensors") for n in names):

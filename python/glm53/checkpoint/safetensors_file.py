@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +35,18 @@ class TensorInfo:
     nbytes: int
 
 
+def short(value: object) -> str:
+    """What a file says, as part of an error of one readable line."""
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        names = [k for k, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} appears twice in the header")
+        seen: set[str] = set()
+        twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+        raise ValueError(f"{short(twice)} appears twice in the header")
     return values
 
 
@@ -48,10 +56,12 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer blocks
         except OSError as e:
             raise CheckpointError(f"{path}: cannot be opened ({e.strerror})") from e
         try:
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise CheckpointError(f"{path}: not a regular file; remove what does not belong")
             self._identity = self._stat()
             self.tensors = self._parse()
         except BaseException:
@@ -62,9 +72,15 @@ class SafetensorsFile:
         s = os.fstat(self._fd)
         return s.st_size, s.st_mtime_ns, s.st_ino
 
+    def _head(self) -> bytes:
+        try:
+            return os.pread(self._fd, 8, 0)
+        except OSError as e:
+            raise CheckpointError(f"{self.path}: read failed ({e.strerror})") from e
+
     def _parse(self) -> dict[str, TensorInfo]:
         size = self._identity[0]
-        head = os.pread(self._fd, 8, 0)
+        head = self._head()
         length = int.from_bytes(head, "little")
         if len(head) < 8 or length > _MAX_HEADER_BYTES or 8 + length > size:
             raise CheckpointError(
@@ -75,8 +91,10 @@ class SafetensorsFile:
             entries = json.loads(os.pread(self._fd, length, 8), object_pairs_hook=_no_duplicates)
             entries.pop("__metadata__", None)
             tensors = {name: self._entry(name, e, 8 + length) for name, e in entries.items()}
-        except CheckpointError:
+        except (CheckpointError, MemoryError):
             raise
+        except OSError as e:
+            raise CheckpointError(f"{self.path}: read failed ({e.strerror})") from e
         except Exception as e:
             raise CheckpointError(f"{self.path}: corrupt safetensors header ({e}); download it again") from e
         self._check_extents(tensors, 8 + length)
@@ -86,7 +104,7 @@ class SafetensorsFile:
         begin, end = entry["data_offsets"]
         shape = tuple(entry["shape"])
         if entry["dtype"] not in ITEM_BYTES or any(not isinstance(n, int) or n < 0 for n in (*shape, begin, end)):
-            raise CheckpointError(f"{self.path}: {name}: corrupt header entry {entry!r}; download it again")
+            raise CheckpointError(f"{self.path}: {name}: corrupt header entry {short(entry)}; download it again")
         nbytes = math.prod(shape) * ITEM_BYTES[entry["dtype"]]
         if end - begin != nbytes:
             raise CheckpointError(

@@ -76,7 +76,7 @@ class Sampler:
         p = self._p
         row = np.array(logits[: self._size], np.float32)
         for token, bias in p.logit_bias.items():
-            if token < self._size:
+            if 0 <= token < self._size:
                 row[token] += bias
         if self._seen is not None:
             seen = np.union1d(self._seen, np.fromiter(self._counts, np.int64, len(self._counts)))

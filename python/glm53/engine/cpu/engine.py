@@ -11,15 +11,16 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...checkpoint import Checkpoint, available_ram
-from ...errors import EngineError, PromptTooLong, RequestError
+from ...errors import CheckpointError, EngineError, PromptTooLong, RequestError, ResourceError
 from ...tokenizer import Tokenizer
 from ..protocol import EngineInfo, Finish, GenerationRequest, Progress, TokenScore
 from ..stream import QueuedStream
@@ -68,8 +69,9 @@ class CpuEngine:
         `trace`: an npz that `close` writes, with every routed pick. Raises CheckpointError, ResourceError, EngineError.
         """
         threads = threads or len(os.sched_getaffinity(0))
-        with Checkpoint.open(model_dir) as checkpoint:
+        with _memory_errors(model_dir), Checkpoint.open(model_dir) as checkpoint:
             tokenizer = Tokenizer(model_dir)
+            _require_rows(tokenizer, checkpoint)
             torch.set_num_threads(threads)
             with torch.inference_mode():
                 model = CpuModel(checkpoint, threads, progress, trace, isa)
@@ -80,7 +82,7 @@ class CpuEngine:
             device=f"cpu, {threads} threads, {model.isa} expert kernels",
             model_path=str(model_dir),
             context=min(context, limit) if context else limit,
-            vocab_size=min(tokenizer.size, model.config.vocab_size),
+            vocab_size=tokenizer.size,
             max_streams=max_streams,
         )
         prefix = PrefixCache(min(prefix_cache_bytes, (available_ram() or prefix_cache_bytes * 8) // 8))
@@ -103,7 +105,7 @@ class CpuEngine:
         self._require_alive()
         self._check(ids, len(ids))
         future: Future[list[TokenScore]] = Future()
-        self._scheduler.add(Scoring([int(i) for i in ids], top, self.info.vocab_size, self._model.new_state(), future))
+        self._scheduler.add(Scoring([int(i) for i in ids], top, self.info.vocab_size, future))
         self._wake.set()
         return await asyncio.wrap_future(future)
 
@@ -148,4 +150,31 @@ class CpuEngine:
                 self._scheduler.end_all(f"the engine has stopped: {self._dead}", Finish("error", error=self._dead))
             else:
                 self._scheduler.end_all(_SHUTTING_DOWN, Finish("cancelled"))
-            self._model.close()
+            try:
+                self._model.close()
+            except OSError:
+                log.exception("the routing trace could not be written")
+
+
+@contextmanager
+def _memory_errors(model_dir: Path) -> Iterator[None]:
+    """Whatever an allocator says when memory is refused, as one ResourceError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as e:
+        text = " ".join(str(e).split())
+        if isinstance(e, MemoryError) or "allocate memory" in text:
+            raise ResourceError(
+                f"{model_dir}: out of memory while loading ({text}): free memory or raise its limit"
+            ) from e
+        raise
+
+
+def _require_rows(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:
+    """Refuse a tokenizer whose ids the embedding has no rows for: it belongs to another model."""
+    rows = checkpoint.config.vocab_size
+    if tokenizer.size > rows:
+        raise CheckpointError(
+            f"{tokenizer.model_dir / 'tokenizer.json'}: ids up to {tokenizer.size - 1}, the model has {rows} rows: "
+            "the tokenizer of another model; download the checkpoint again"
+        )

@@ -103,3 +103,13 @@ class RoutedExperts(nn.Module):
         if self.trace is not None:
             self.trace.append(picks.copy())
         return out
+
+    def mark(self) -> tuple[int, int]:
+        """Where the counters stand, for `rewind`."""
+        return self.picks, len(self.trace or [])
+
+    def rewind(self, mark: tuple[int, int]) -> None:
+        """Forget what was counted since `mark`: a pass that failed half way reached some layers and not others."""
+        self.picks, traced = mark
+        if self.trace is not None:
+            del self.trace[traced:]

@@ -84,13 +84,13 @@ class Generation:
 
 @dataclass(slots=True)
 class Scoring:
-    """Teacher-forced scores of `ids`, computed chunk by chunk."""
+    """Teacher-forced scores of `ids`, computed chunk by chunk; a queued one holds no state yet."""
 
     ids: list[int]
     top: int
     size: int
-    state: StreamState
     future: Future[list[TokenScore]]
+    state: StreamState | None = None
     scores: list[TokenScore] = field(default_factory=list)
 
     @property

@@ -6,7 +6,8 @@ writes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,25 +77,42 @@ class CpuModel:
     def prefill(self, state: StreamState, ids: Sequence[int]) -> torch.Tensor:
         """Feed tokens to one stream. Returns hidden rows (tokens, hidden) for `logits`."""
         torch.set_num_threads(self._torch_threads)
-        hidden = prefill.run(self._text, state, torch.tensor(ids))
-        self._count(len(ids), is_prefill=True)
+        with self._counted(len(ids)):
+            hidden = prefill.run(self._text, state, torch.tensor(ids))
+        if self._trace:
+            self._trace.add(is_prefill=True)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden (rows, hidden) -> logits (rows, vocabulary) float32."""
         return F.linear(hidden, self._head)
 
-    def step(self, states: Sequence[StreamState], ids: Sequence[int]) -> torch.Tensor:
-        """Feed one token to each stream. Returns logits (streams, vocabulary) float32."""
+    def step(self, states: Sequence[StreamState], ids: Sequence[int]) -> list[torch.Tensor | Exception]:
+        """Feed one token to each stream. Returns each one's logits (vocabulary,) float32, or what stopped it: its state
+        is then lost, and the others are none the worse."""
         torch.set_num_threads(self._torch_threads)
-        logits = torch.stack([self._decoder.step(s, i) for s, i in zip(states, ids, strict=True)])
-        self._count(len(ids), is_prefill=False)
-        return logits
+        results: list[torch.Tensor | Exception] = []
+        for state, token in zip(states, ids, strict=True):
+            try:
+                with self._counted(1):
+                    results.append(self._decoder.step(state, token))
+            except Exception as e:
+                results.append(e)
+        if self._trace and any(isinstance(r, torch.Tensor) for r in results):
+            self._trace.add(is_prefill=False)
+        return results
 
-    def _count(self, rows: int, *, is_prefill: bool) -> None:
+    @contextmanager
+    def _counted(self, rows: int) -> Iterator[None]:
+        """Count a pass over `rows` rows if it reaches its end."""
+        marks = [e.mark() for e in self._experts]
+        try:
+            yield
+        except BaseException:
+            for e, mark in zip(self._experts, marks, strict=True):
+                e.rewind(mark)
+            raise
         self.rows += rows
-        if self._trace:
-            self._trace.add(is_prefill)
 
     def stats(self) -> dict[str, Any]:
         """What the native experts did, and whether that is every pick the router made."""

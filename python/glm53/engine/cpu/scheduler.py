@@ -158,10 +158,11 @@ class Scheduler:
         if job is None:
             return False
         try:
-            ids = self._next_chunk(job.ids, job.state.length)
-            job.add(self._model.logits(self._model.prefill(job.state, ids)))
+            state = job.state = job.state or self._model.new_state()
+            ids = self._next_chunk(job.ids, state.length)
+            job.add(self._model.logits(self._model.prefill(state, ids)))
             self.counts["score_tokens"] += len(ids)
-            if job.state.length == len(job.ids) and job.future.set_running_or_notify_cancel():
+            if state.length == len(job.ids) and job.future.set_running_or_notify_cancel():
                 job.future.set_result(job.scores)
         except Exception as e:
             log.exception("scoring failed")
@@ -177,17 +178,14 @@ class Scheduler:
         jobs = [j for j in self._active if not j.prompt_left and self._reserve(j)]
         if not jobs:
             return False
-        try:
-            logits = self._model.step([j.state for j in jobs if j.state], [j.ids[-1] for j in jobs])
-        except Exception as e:
-            for job in jobs:
-                self._fail(job, e)
-            return True
+        results = self._model.step([j.state for j in jobs if j.state], [j.ids[-1] for j in jobs])
         self.counts["decode_steps"] += 1
         self.counts["decode_rows"] += len(jobs)
-        for job, row in zip(jobs, logits, strict=True):
+        for job, result in zip(jobs, results, strict=True):
             try:
-                self._draw(job, row)
+                if isinstance(result, Exception):
+                    raise result
+                self._draw(job, result)
             except Exception as e:
                 self._fail(job, e)
         return True
