@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <stdexcept>
@@ -70,6 +71,7 @@ ThreadPool::~ThreadPool() {
 }
 
 void ThreadPool::start(std::span<const int> cpus) {
+    owner_ = getpid();
     const int first = caller_works_ ? 1 : 0;
     threads_.reserve(static_cast<size_t>(size_ - first));
     try {
@@ -84,6 +86,10 @@ void ThreadPool::start(std::span<const int> cpus) {
 }
 
 void ThreadPool::stop() {
+    if (getpid() != owner_) {  // nothing to wait for: joining would never return
+        for (std::thread& thread : threads_) thread.detach();
+        return;
+    }
     stop_ = true;
     epoch_.fetch_add(1, std::memory_order_release);
     epoch_.notify_all();
@@ -106,6 +112,9 @@ bool ThreadPool::spin_until(Ready ready) const {
 
 void ThreadPool::run_erased(Call call, void* self) {
     if (current_pool == this) throw std::logic_error("ThreadPool::run called from inside a job of the same pool");
+    if (!threads_.empty() && getpid() != owner_) {
+        throw std::logic_error("ThreadPool::run called in a forked process, which has none of the pool's threads");
+    }
     const std::lock_guard lock(run_mutex_);
     call_ = call;
     self_ = self;

@@ -5,10 +5,13 @@
 // (acquire), works, and lowers pending_ (release); run() returns when it reads pending_ == 0 (acquire). So the job's
 // fields are only written while no worker reads them, and what the workers wrote is visible to the caller.
 // Threads: run() may be called from any thread; calls from several threads queue on a mutex. run() inside a job of the
-// same pool is refused. A thread that polls a flag (a job published by a device) calls run() as any other caller does.
+// same pool is refused. A forked child has none of the workers: run() is refused there, and the destructor leaves them.
+// A thread that polls a flag (a job published by a device) calls run() as any other caller does.
 // Costs: no allocation per job; one shared cache line to publish, one to finish; about 1 us while the workers spin,
 // some tens of us when they must be woken.
 #pragma once
+#include <sys/types.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -64,6 +67,7 @@ class ThreadPool {
     Call call_ = nullptr;
     void* self_ = nullptr;
     bool stop_ = false;
+    pid_t owner_ = 0;  // the process that has the workers
     std::atomic<bool> failed_{false};
     std::exception_ptr error_;
     alignas(64) std::atomic<uint32_t> epoch_{0};

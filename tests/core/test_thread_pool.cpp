@@ -1,9 +1,12 @@
 #include <doctest/doctest.h>
 #include <sched.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <ctime>
+#include <memory>
 #include <numeric>
 #include <stdexcept>
 #include <thread>
@@ -139,6 +142,32 @@ TEST_CASE("refusals") {
 TEST_CASE("pools that never run a job stop cleanly") {
     for (int i = 0; i < 50; ++i) ThreadPool pool(4);
 }
+
+#if !defined(__SANITIZE_THREAD__)  // it does not follow a fork of a process with threads
+TEST_CASE("a forked child is refused the pool and can drop it; the parent's goes on") {
+    auto pool = std::make_unique<ThreadPool>(3);
+    pool->run([](int) {});
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(20);  // a child that waits for threads it does not have is killed
+        bool refused = false;
+        try {
+            pool->run([](int) {});
+        } catch (const std::logic_error&) {
+            refused = true;
+        }
+        pool.reset();
+        _exit(refused ? 0 : 1);
+    }
+    REQUIRE(child > 0);
+    int status = -1;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    CHECK(status == 0);
+    std::atomic<int> calls{0};
+    pool->run([&](int) { ++calls; });
+    CHECK(calls == 3);
+}
+#endif
 
 TEST_CASE("topology") {
     const auto allowed = glm53::allowed_cpus();
