@@ -100,6 +100,8 @@ def _link(host: Host, pci: str) -> Check:
     links = host.pcie_links()
     link = next((k for k in links if pci and k.device.lower().endswith(pci[-12:])), links[0] if links else None)
     needed = "PCIe 4.0 x16 recommended"
+    if link is None and not pci:
+        return Check("pcie", "advice", "unknown without a GPU", needed, "run `glm53 doctor` again once the GPU is seen")
     if link is None:
         return Check("pcie", "advice", "unknown", needed, "check the slot with `sudo lspci -vv | grep LnkSta`")
     good = link.max_generation >= 4 and link.width >= 16

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from glm53.cli.doctor import render
 from glm53.cli.lanes import cpu_kernel, disk, dram
 from glm53.config import load_settings
 from glm53.host import GIB, Gpu, Host
@@ -122,6 +123,23 @@ def test_each_requirement_fails_alone(  # noqa: PLR0917
     assert (check.verdict, found in check.found, fix in check.fix) == (verdict, True, True), check
     others = {c.name: c.verdict for c in checks.values() if c.name != name and not (name == "gpu" and c.name == "pcie")}
     assert set(others.values()) == {"ok"}
+
+
+def test_without_a_gpu_the_report_ends_with_what_runs_here(tmp_path: Path) -> None:
+    fake = Fake(tmp_path / "none", gpus=())
+    host = fake.build()
+    host.pcie_links = list  # type: ignore[method-assign]
+    checks = requirements(host, "fast", tmp_path, cuda_built=True, has_module=lambda _: True, checkpoint_there=True)
+    link = next(c for c in checks if c.name == "pcie")
+    assert (link.found, "lspci" in link.fix) == ("unknown without a GPU", False)
+    assert render(checks, {}, None).splitlines()[-1].endswith("glm53 serve --demo --device cpu")
+    good = list(Fake(tmp_path / "good").checks().values())
+    assert render(good, {}, None).splitlines()[-1] == "all requirements are met"
+
+
+def test_one_thread_is_not_threads() -> None:
+    assert dram(1)["text"].endswith("on 1 thread (at least)")
+    assert dram(2)["text"].endswith("on 2 threads (at least)")
 
 
 def test_disk_space_for_the_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

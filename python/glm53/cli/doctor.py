@@ -96,4 +96,6 @@ def render(checks: list[Check], lanes: dict[str, Any], expected: Plan | None) ->
         )
     failed = sum(c.verdict == "failed" for c in checks)
     lines.append(f"{failed} of {len(checks)} requirements failed" if failed else "all requirements are met")
+    if any(c.name == "gpu" and c.verdict == "failed" for c in checks):
+        lines.append("to try glm53 here without a GPU: glm53 serve --demo --device cpu")
     return "\n".join(lines) + "\n"

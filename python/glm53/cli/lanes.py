@@ -54,6 +54,10 @@ def _none(why: str) -> Lane:
     return {"gb_s": None, "text": f"not measured ({why})"}
 
 
+def _threads(n: int) -> str:
+    return "1 thread" if n == 1 else f"{n} threads"
+
+
 def dram(threads: int) -> Lane:
     """Read rate with one thread per physical core (numpy's integer sum, which is bound by memory)."""
     part = DRAM_BYTES // 8 // max(threads, 1)
@@ -65,7 +69,7 @@ def dram(threads: int) -> Lane:
             list(pool.map(np.sum, buffers))
             times.append(time.perf_counter() - start)
     rate = part * 8 * len(buffers) / GB / median(times)
-    return {"gb_s": round(rate, 1), "text": f"{rate:.1f} GB/s read on {threads} threads (at least)"}
+    return {"gb_s": round(rate, 1), "text": f"{rate:.1f} GB/s read on {_threads(threads)} (at least)"}
 
 
 def pcie(gpu: int) -> Lane:
@@ -118,7 +122,7 @@ def cpu_kernel(settings: Settings, host: Host) -> Lane:
         times.append((time.perf_counter() - start) / SHAPE.picks)
     each = median(times)
     rate = SHAPE.expert_bytes / GB / each
-    text = f"{rate:.1f} GB/s of expert bytes, {each * 1000:.3f} ms an expert on {moe.threads} threads ({moe.isa})"
+    text = f"{rate:.1f} GB/s of expert bytes, {each * 1000:.3f} ms an expert on {_threads(moe.threads)} ({moe.isa})"
     return {"gb_s": round(rate, 2), "ms_per_expert": round(each * 1000, 4), "threads": moe.threads, "text": text}
 
 

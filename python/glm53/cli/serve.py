@@ -79,7 +79,9 @@ def check_port(settings: Settings) -> None:
             raise ResourceError(f"{where} {why} or choose another with --port") from None
 
 
-def choose_device(settings: Settings, host: Host, hint: str = "or try the CPU engine with --device cpu") -> str:
+def choose_device(
+    settings: Settings, host: Host, hint: str = "or try the bundled checkpoint with --demo --device cpu"
+) -> str:
     """The device, cpu or cuda. Raises DeviceError where a GPU is wanted (auto included) and none is usable.
 
     `hint` is what else the user of this command can do.
