@@ -15,13 +15,7 @@ NEEDED = (
     "/opt/glm53/bin/glm53",
     "/opt/glm53/pyvenv.cfg",
 )
-PLACES = (
-    "/etc/glm53",
-    "/opt/glm53",
-    "/usr/bin/glm53",
-    "/usr/lib/systemd/system/glm53",
-    "/usr/lib/modules-load.d/glm53",
-)
+PLACES = ("/etc/glm53/", "/opt/glm53/", "/usr/bin/glm53", "/usr/lib/systemd", "/usr/lib/modules-load", "/usr/share/")
 SCRIPTS = ("postinst", "prerm", "postrm", "conffiles", "control", "md5sums")
 TEXTS = {
     "/opt/glm53/bin/glm53": r"^#!/opt/glm53/bin/python",

@@ -46,6 +46,39 @@ def test_a_changed_configuration_is_the_users(tmp_path: Path) -> None:
     assert files_below(tmp_path) == {"etc/glm53/config.toml"}
 
 
+def leave(root: Path) -> None:
+    """What a service that has run leaves: DynamicUser's directories and links, caches, learned files, a model."""
+    for place in ("cache", "lib"):
+        (root / f"var/{place}/private/glm53").mkdir(parents=True)
+        (root / f"var/{place}/glm53").symlink_to("private/glm53")
+    (root / "var/cache/private/glm53/triton").mkdir()
+    (root / "var/cache/private/glm53/triton/kernel").write_text("x")
+    (root / "var/lib/private/glm53/expert-heat.npz").write_text("x")
+    (root / "etc/systemd/system/multi-user.target.wants").mkdir(parents=True, exist_ok=True)
+    (root / "etc/systemd/system/multi-user.target.wants/glm53.service").symlink_to(f"/{UNIT}")
+
+
+def test_uninstall_removes_what_the_service_left_but_not_the_model(tmp_path: Path) -> None:
+    service("install", tmp_path)
+    leave(tmp_path)
+    model = tmp_path / "var/lib/private/glm53/model/model.safetensors"
+    model.parent.mkdir()
+    model.write_text("x")
+    done = service("uninstall", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"kept    {model.parent}" in done.stdout
+    assert files_below(tmp_path) == {"var/lib/private/glm53/model/model.safetensors"}
+    assert [p for p in tmp_path.rglob("*") if p.is_symlink()] == [tmp_path / "var/lib/glm53"]
+
+
+def test_uninstall_where_pip_installed_the_unit_removes_what_the_service_left(tmp_path: Path) -> None:
+    leave(tmp_path)
+    done = service("uninstall", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert files_below(tmp_path) == set()
+    assert not [p for p in tmp_path.rglob("*glm53*") if p != tmp_path / "usr/local/lib/glm53"]
+
+
 def test_uninstall_without_install_says_so(tmp_path: Path) -> None:
     done = service("uninstall", tmp_path)
     assert done.returncode == 1

@@ -1,7 +1,7 @@
 """A real boot: the wheel pip-installed into a Debian, and systemd doing what the unit promises.
 
-Run by `scripts/test --system`. Each test leaves the service stopped; the record of the run, with the journal, is
-written beside the container.
+Run by `scripts/test --system`. Each test leaves the service stopped; the last one uninstalls. A run of all tests writes
+its record, with the journal, to bench/results in place of the one before.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from conftest import OUTCOMES
 from container import ROOT, SUITE, Container, build, missing_tools
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(2400)]
@@ -23,8 +24,11 @@ URL = f"http://127.0.0.1:{PORT}"
 CONFIG = f'device = "cpu"\nport = {PORT}\nmodel_dir = "/usr/local/lib/python3.11/dist-packages/glm53/models/tiny"\n'
 
 
+RESULTS = ROOT / "bench" / "results"
+
+
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
+def machine(request: pytest.FixtureRequest) -> Iterator[Container]:
     reason = missing_tools()
     if reason:
         pytest.skip(reason)
@@ -34,18 +38,36 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
     (root / "etc/glm53").mkdir(exist_ok=True)
     (root / "etc/glm53/config.toml").write_text(CONFIG)
     container = Container(root, folder / "console.log")
+    versions = container.call("glm53", "--version").splitlines()
     yield container
-    version = container.call("glm53", "--version").splitlines()
+    outcomes = request.config.stash.get(OUTCOMES, {})
+    tests = [name for name, value in globals().items() if name.startswith("test_") and callable(value)]
+    if set(tests) <= set(outcomes):
+        write_record(container, versions, {name: outcomes[name] for name in tests})
+    container.close()
+    (folder / "installed").unlink(missing_ok=True)  # the last test removed it
+
+
+def write_record(container: Container, versions: list[str], outcomes: dict[str, bool]) -> None:
+    """The run as one result of bench/results, with its whole journal."""
     record = {
         "what": f"boot test: the wheel pip-installed into a Debian ({SUITE}) that systemd-nspawn boots, CPU engine",
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": {"cpu": version[-1].split("(")[-1].rstrip(")"), "cpus": os.cpu_count(), "gpu": None},
-        "versions": {"systemd": container.call("systemctl", "--version").splitlines()[0], "glm53": version},
+        "machine": {"cpu": versions[-1].split("(")[-1].rstrip(")"), "cpus": os.cpu_count(), "gpu": None},
+        "versions": {
+            "glm53": versions[0].split()[-1],
+            "systemd": container.call("systemctl", "--version").splitlines()[0].removeprefix("systemd "),
+        },
         "command": "scripts/test --system",
-        "raw": {"journal": container.journal().splitlines()},
+        "settings": {"config.toml": CONFIG.splitlines()},
+        "raw": {"glm53 --version": versions, "journal": container.journal().splitlines()},
+        "bars": {
+            f"boot.{n.removeprefix('test_')}": {"value": ok, "want": True, "ok": ok} for n, ok in outcomes.items()
+        },
     }
-    (folder / "boot.json").write_text(json.dumps(record, indent=1))
-    container.close()
+    for old in RESULTS.glob("*-boot.json"):
+        old.unlink()
+    (RESULTS / time.strftime("%Y-%m-%d-boot.json", time.gmtime())).write_text(json.dumps(record, indent=1) + "\n")
 
 
 @pytest.fixture
@@ -157,3 +179,27 @@ def test_the_service_cannot_write_outside_its_directories(service: Container) ->
     assert "NoNewPrivs:\t1" in status
     assert "CapEff:\t0000000000000000" in status
     assert os.path.exists(f"/proc/{service.leader}/root/var/lib/private/glm53")
+
+
+def test_uninstall_leaves_only_the_configuration_and_the_model(machine: Container) -> None:
+    """Last: nothing is installed afterwards."""
+    machine.call("systemctl", "enable", "--now", "glm53")
+    machine.call("sh", "-c", "mkdir /var/lib/private/glm53/model && echo x > /var/lib/private/glm53/model/weights")
+    machine.call(
+        "sh", "-c", "echo x > /var/cache/private/glm53/kernel; echo x > /var/lib/private/glm53/expert-heat.npz"
+    )
+    said = machine.call("glm53", "service", "uninstall")
+    assert "removed /var/cache/private/glm53" in said
+    assert "kept    /var/lib/private/glm53/model" in said
+    machine.call("pip3", "uninstall", "-y", "-q", "--break-system-packages", "glm53")
+    machine.call("systemctl", "daemon-reload")
+    left = machine.call(
+        "find", "/", "-xdev", "-iname", "*glm53*", "-not", "-path", "/opt/wheels/*", "-not", "-path", "/proc/*"
+    )
+    kept = {"/etc/glm53", "/var/lib/glm53", "/var/lib/private/glm53"}  # the second is systemd's link to the third
+    assert {p for p in left.split() if not p.startswith(("/tmp/", "/sys/"))} == kept
+    assert machine.call("find", "/etc/glm53", "/var/lib/private/glm53", "-type", "f").split() == [
+        "/etc/glm53/config.toml",
+        "/var/lib/private/glm53/model/weights",
+    ]
+    assert machine.call("systemctl", "is-active", "glm53", check=False).strip() == "inactive"

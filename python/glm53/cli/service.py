@@ -2,7 +2,8 @@
 
 For installations where pip may not write to the system (a virtual environment): the unit's ExecStart is this very
 command. The files written are listed in a manifest; uninstall removes exactly those, except a config.toml that the user
-has changed. The model and the state directory are never touched.
+has changed, and what the running service left: its caches and the files it learned. The model is never touched. Where
+pip itself installed the unit, there is no manifest; uninstall then stops the service and removes only what it left.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +25,11 @@ PACKAGE = Path(__file__).resolve().parent.parent
 MANIFEST = Path("usr/local/lib/glm53/service-files.json")
 UNIT = Path("etc/systemd/system/glm53.service")
 CONFIG = Path("etc/glm53/config.toml")
+ENABLED = Path("etc/systemd/system/multi-user.target.wants/glm53.service")
+CACHES = (Path("var/cache/private/glm53"), Path("var/cache/glm53"))
+"""Directory and link that systemd makes for CacheDirectory= of a service with DynamicUser=."""
+STATE = Path("var/lib/private/glm53")
+STATE_LINK = Path("var/lib/glm53")
 
 
 def add(commands: Any) -> None:
@@ -89,10 +96,11 @@ def install(args: argparse.Namespace) -> int:
 
 
 def uninstall(args: argparse.Namespace) -> int:
-    """Stop the service and remove exactly what install wrote."""
+    """Stop the service and remove what install wrote and what the service left; configuration and model stay."""
     root: Path = args.root
     written = _read_manifest(root)
-    if not written:
+    left = [root / p for p in (*CACHES, STATE, ENABLED) if os.path.lexists(root / p)]
+    if not written and not left:
         raise ResourceError(f"nothing to uninstall: {root / MANIFEST} is missing or empty")
     _systemctl(root, "disable", "--now", "glm53.service")
     for path, digest in written.items():
@@ -104,12 +112,38 @@ def uninstall(args: argparse.Namespace) -> int:
             continue
         _remove(target)
     _remove(root / MANIFEST)
+    _remove(root / ENABLED)
+    _remove_left(root)
     for folder in (root / MANIFEST.parent, root / CONFIG.parent):
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
             _print(f"removed {folder}")
     _systemctl(root, "daemon-reload")
     return 0
+
+
+def _remove_left(root: Path) -> None:
+    """Caches, and the files that the service learned. Folders in the state directory hold models: they stay."""
+    for cache in (root / p for p in CACHES):
+        if cache.is_dir() and not cache.is_symlink():
+            shutil.rmtree(cache)
+            _print(f"removed {cache}")
+        else:
+            _remove(cache)
+    state, link = root / STATE, root / STATE_LINK
+    if state.is_dir():
+        for path in sorted(state.iterdir()):
+            if path.is_dir() and any(path.iterdir()):
+                _print(f"kept    {path}")
+            elif path.is_dir():
+                path.rmdir()
+            else:
+                _remove(path)
+        if not any(state.iterdir()):
+            state.rmdir()
+            _print(f"removed {state}")
+    if link.is_symlink() and not state.exists():
+        _remove(link)
 
 
 def _read_manifest(root: Path) -> dict[str, str]:
