@@ -138,12 +138,17 @@ class Farm:
             process.wait(30)
 
 
+def router_program(name: str) -> str:
+    """Path of a router; skips where it is not installed."""
+    program = shutil.which(name) or shutil.which(name, path="/usr/sbin")
+    if program is None:
+        pytest.skip(f"{name} is not installed (Debian: apt install nginx-light; pip install smg)")
+    return program
+
+
 @pytest.fixture(params=["nginx", "smg"])
 def farm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Farm]:
-    program = shutil.which(request.param) or shutil.which(request.param, path="/usr/sbin")
-    if program is None:
-        pytest.skip(f"{request.param} is not installed (Debian: apt install nginx-light; pip install smg)")
-    farm = Farm(tmp_path, request.param, program)
+    farm = Farm(tmp_path, request.param, router_program(request.param))
     yield farm
     farm.close()
 
