@@ -99,4 +99,4 @@ def test_installs_answers_and_leaves_only_configuration_and_model(debian: Path, 
     assert files(debian) - before <= model | ours
     assert (debian / "var/lib/private/glm53/model/weights").read_text() == "x"
     run("rm", "-rf", *(str(debian / p) for p in ("etc/glm53", "var/lib/private/glm53", "var/lib/glm53")))
-    assert before - files(debian) <= {"/opt"}  # base-files makes it by a script, so dpkg takes it for the last package's
+    assert before - files(debian) <= {"/opt"}  # made by a script of base-files: dpkg takes it for ours
