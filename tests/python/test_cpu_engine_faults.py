@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import threading
@@ -16,6 +17,7 @@ import torch
 from cpu_engine_helpers import golden_dir, random_ids
 from cpu_engine_streams import PROMPT, Answer, Only, gather, generate, load, reached, request, run
 
+from glm53 import _core
 from glm53.checkpoint import Checkpoint
 from glm53.engine.cpu import CpuEngine
 from glm53.engine.cpu.experts import ExpertStore
@@ -231,3 +233,76 @@ def test_a_file_that_changes_while_experts_are_read(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"model\.safetensors: model\..*experts\.\d+\..*_proj\.") as caught:
             ExpertStore(checkpoint, lambda stage, fraction: None)
     assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------- loading, and many at once
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(golden_dir(), tmp_path / "model"))
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    spec["added_tokens"][-1]["id"] = 150_000
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: ids up to 150000, the model has 2176 rows"):
+        CpuEngine.load(folder)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 3 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nto allocate 3 bytes"),
+        _core.ArenaError("arena 'experts of layer 3': mapping 2.1 MB failed: Cannot allocate memory"),
+    ],
+)
+def test_memory_refused_while_loading_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def refused(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(ExpertStore, "_load", refused)
+    with pytest.raises(ResourceError, match=r"out of memory while loading .*llocate") as caught:
+        load()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_storm_of_requests_scores_and_cancels_leaves_nothing_behind() -> None:
+    e = load(context=256, prefill_chunk=32, prefix_cache_bytes=8 << 20)
+    lengths = [1, 2, 31, 32, 33, 64, 200, 255]
+
+    async def one(i: int) -> Finish | None:
+        stream, finish = e.submit(request(random_ids(lengths[i % 8], i), [1, 2, 12, 10_000][i // 8 % 4])), None
+        if i % 3 == 0:
+            asyncio.get_running_loop().call_later(0.02 * i, stream.cancel)
+        async for delta in stream:
+            if i % 5 == 0 and delta.tokens:
+                stream.cancel()
+            finish = delta.finish
+        return finish
+
+    async def score(i: int) -> None:
+        task = asyncio.create_task(e.score(random_ids(100, i), 1))
+        await asyncio.sleep(0.1 * i)
+        if i % 2:
+            task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled() or len(task.result()) == 100
+
+    try:
+        ends = gather(*(one(i) for i in range(40)), *(score(i) for i in range(4)))[:40]
+        assert {f.reason for f in ends} == {"length", "cancelled"}
+        stats = e.stats()
+        assert stats["running"] == stats["waiting"] == stats["failed"] == 0
+        assert stats["routed_picks_served"] == stats["routed_picks_expected"] == stats["cpu_moe"]["picks"]
+        assert stats["prefix_cache"]["bytes"] <= 8 << 20
+    finally:
+        e.close()
+
+
+def test_two_engines_in_one_process_answer_alike_and_end_apart(engine: CpuEngine) -> None:
+    other = load()
+    try:
+        one, two = gather(generate(engine, request(n=10)), generate(other, request(n=10)))
+        assert one.ids == two.ids
+    finally:
+        other.close()
+    assert run(engine, request(n=10)).ids == one.ids
