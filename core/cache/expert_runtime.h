@@ -15,8 +15,8 @@
 //            upload the host owns the policy state; every public call leaves it with the device.
 // Threads    one, the one that queues the forward passes; `compute` is always its stream.
 // Costs      decode and prompt: one call, one or two launches. enter_layer waits for the layer's copies to be issued.
-// begin_prompt, lend, take_back, refill, stats: two copies
-//            of the policy state (100 KiB) and a wait for `compute`, so they belong between forward passes.
+//            begin_prompt, lend, take_back, refill, stats: two copies of the policy state (100 KiB) and a wait for
+//            `compute`, so they belong between forward passes.
 #pragma once
 #include <cstdint>
 #include <memory>

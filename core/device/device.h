@@ -1,7 +1,7 @@
 // The only seam to a GPU: page-locking, device memory, asynchronous copies and events, over plain addresses.
 //
 // Two implementations: make_host_device() copies with memcpy and can hold copies back, so that arenas, staging and the
-// expert cache are tested in full on any machine; make_cuda_device() is the GPU (a stub that throws in a CPU build).
+// expert cache are tested in full on any machine; make_cuda_device() is the GPU (in a CPU build it throws).
 //
 // States    a host range is unpinned -> pinned (pin) -> unpinned (unpin). An event is idle -> recorded -> done; a new
 //           record starts over. Copies on one stream complete in order; streams are unordered but for stream_wait.

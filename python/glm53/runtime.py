@@ -1,6 +1,6 @@
 """Owns the native objects of a GPU engine: the device, one pinned arena per MoE layer, and the expert runtime.
 
-States of an ExpertStore: filling (worker threads make and page-lock the layers in order, and read each as soon as it is
+States of an PinnedExperts: filling (worker threads make and page-lock the layers in order, and read each as soon as it is
 there) -> sealed (`finish`).
 Threads: the store's own pools fill; `arena` may be asked from any thread and waits for that layer's mapping only.
 Costs: every routed expert's bytes of host RAM, once; zeroing them, page-locking at 0.03-0.13 s/GiB, and reading at the
@@ -68,7 +68,7 @@ class ExpertLayout:
         return cls((found["gate"], found["up"], found["down"]))
 
 
-class ExpertStore:
+class PinnedExperts:
     """Every routed expert's trellises in page-locked host memory, one arena per MoE layer, one copy in all."""
 
     def __init__(self, checkpoint: Checkpoint, device: Any, progress: Progress) -> None:

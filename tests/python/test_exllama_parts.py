@@ -22,7 +22,7 @@ from glm53.engine.exllama.passes import activation_bytes, stage_threshold
 from glm53.engine.exllama.sampling import make_filter, make_sampler, penalise
 from glm53.engine.protocol import SamplingParams
 from glm53.errors import CheckpointError, ConfigError, DeviceError, EngineError
-from glm53.runtime import PARTS, ExpertStore
+from glm53.runtime import PARTS, PinnedExperts
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_trellis_source_answers_routed_experts_only(exllamav3: Any) -> None:
 def test_arenas_hold_every_expert_once_where_the_layout_says() -> None:
     with Checkpoint.open(TINY) as checkpoint:
         seen = []
-        store = ExpertStore(checkpoint, _core.HostDevice(), lambda stage, fraction: seen.append(fraction))
+        store = PinnedExperts(checkpoint, _core.HostDevice(), lambda stage, fraction: seen.append(fraction))
         store.finish()
         for layer in store.layers:
             arena = store.arena(layer)
@@ -150,7 +150,7 @@ def test_page_locking_that_fails_says_how_to_allow_it() -> None:
     device = _core.HostDevice()
     device.fail_pin_after(2)
     with Checkpoint.open(TINY) as checkpoint:
-        store = ExpertStore(checkpoint, device, lambda stage, fraction: None)
+        store = PinnedExperts(checkpoint, device, lambda stage, fraction: None)
         with pytest.raises(DeviceError, match=r"page-locking .* failed: .*memlock"):
             store.finish()
     store.abandon()
@@ -171,7 +171,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeyp
 
     with Checkpoint.open(TINY) as checkpoint:
         monkeypatch.setattr("glm53.runtime.os.stat", other_time)
-        store = ExpertStore(checkpoint, _core.HostDevice(), lambda stage, fraction: None)
+        store = PinnedExperts(checkpoint, _core.HostDevice(), lambda stage, fraction: None)
         with pytest.raises(CheckpointError, match=r"layer .* changed since its header was read"):
             store.finish()
 

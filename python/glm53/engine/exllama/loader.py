@@ -20,7 +20,7 @@ from ...checkpoint import Checkpoint
 from ...config import Settings
 from ...errors import DeviceError, EngineError
 from ...hooks import Patch, TrellisSource, import_exllamav3, moe_modules, verify_layers
-from ...runtime import PARTS, ExpertStore, open_cuda
+from ...runtime import PARTS, PinnedExperts, open_cuda
 from ...sizing import expert_slots
 from ..protocol import Progress
 from . import pins, warm
@@ -72,7 +72,7 @@ class Loaded:
     model: Any
     cache: Any
     tokenizer: Any
-    store: ExpertStore
+    store: PinnedExperts
     runtime: Any
     passes: Passes
     patch: Patch
@@ -96,7 +96,7 @@ class Loaded:
 class Aliases:
     """CUDA tensors over the arenas: what exllamav3 gets for a routed expert's trellis."""
 
-    def __init__(self, store: ExpertStore, checkpoint: Checkpoint, gpu: int) -> None:
+    def __init__(self, store: PinnedExperts, checkpoint: Checkpoint, gpu: int) -> None:
         from exllamav3.ext import exllamav3_ext as ext
 
         self._ext, self._store, self._gpu = ext, store, gpu
@@ -144,7 +144,7 @@ def load(settings: Settings, progress: Progress, options: LoadOptions | None = N
     pinned = pins.pin_path(architecture(settings.gpu), settings.triton_pin)
     phases.end("device")
     with Checkpoint.open(settings.model_dir) as checkpoint:
-        store = ExpertStore(checkpoint, device, progress)  # reads on beside all that follows
+        store = PinnedExperts(checkpoint, device, progress)  # reads on beside all that follows
         phases.end("headers")
         try:
             progress("exllamav3", 0.0)
@@ -179,7 +179,7 @@ class _Loading:
     settings: Settings
     options: LoadOptions
     exllamav3: Any
-    store: ExpertStore
+    store: PinnedExperts
     device: Any
     phases: Phases
 
