@@ -114,11 +114,11 @@ def test_an_error_in_decode_ends_only_that_stream(
             assert len(data["picks"]) == 20 * 3 + 3
 
 
-def test_a_trace_that_cannot_be_written_does_not_stop_the_end(tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_written_is_said_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     e = load(trace=tmp_path / "missing" / "trace.npz")
     assert len(run(e, request(n=2)).ids) == 2
     e.close()
-    assert e.stats()["dead"] is False and not e._thread.is_alive()
+    assert "the routing trace could not be written" in caplog.text and "missing/trace.npz" in caplog.text
 
 
 def test_a_fatal_error_ends_everything_and_refuses_more(monkeypatch: pytest.MonkeyPatch) -> None:
