@@ -225,24 +225,11 @@ void gemv_rows(const Gemv& g) {
 
 template <int Bits>
 void gemv(const Gemv* g) {
-    switch (g->rows) {
-        case 1:
-            return gemv_rows<Bits, 1>(*g);
-        case 2:
-            return gemv_rows<Bits, 2>(*g);
-        case 3:
-            return gemv_rows<Bits, 3>(*g);
-        case 4:
-            return gemv_rows<Bits, 4>(*g);
-        case 5:
-            return gemv_rows<Bits, 5>(*g);
-        case 6:
-            return gemv_rows<Bits, 6>(*g);
-        case 7:
-            return gemv_rows<Bits, 7>(*g);
-        default:
-            return gemv_rows<Bits, 8>(*g);
-    }
+    using Rows = void (*)(const Gemv&);
+    static constexpr Rows kByRows[kMaxRows] = {gemv_rows<Bits, 1>, gemv_rows<Bits, 2>, gemv_rows<Bits, 3>,
+                                               gemv_rows<Bits, 4>, gemv_rows<Bits, 5>, gemv_rows<Bits, 6>,
+                                               gemv_rows<Bits, 7>, gemv_rows<Bits, 8>};
+    kByRows[g->rows - 1](*g);
 }
 
 // Order of a tile row's 16 values, each twice. One row: per position j = 0..3 its four rows' values, each for the two
