@@ -251,6 +251,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     "error",
     [
         MemoryError("Unable to allocate 3 GiB"),
+        MemoryError(),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nto allocate 3 bytes"),
         _core.ArenaError("arena 'experts of layer 3': mapping 2.1 MB failed: Cannot allocate memory"),
     ],
@@ -260,7 +261,7 @@ def test_memory_refused_while_loading_is_one_line(monkeypatch: pytest.MonkeyPatc
         raise error
 
     monkeypatch.setattr(ExpertStore, "_load", refused)
-    with pytest.raises(ResourceError, match=r"out of memory while loading .*llocate") as caught:
+    with pytest.raises(ResourceError, match=r"out of memory while loading .*lloca") as caught:
         load()
     assert "\n" not in str(caught.value)
 

@@ -162,7 +162,7 @@ def _memory_errors(model_dir: Path) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as e:
-        text = " ".join(str(e).split())
+        text = " ".join(str(e).split()) or "an allocation was refused"
         if isinstance(e, MemoryError) or "allocate memory" in text:
             raise ResourceError(
                 f"{model_dir}: out of memory while loading ({text}): free memory or raise its limit"
