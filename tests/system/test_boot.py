@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 import urllib.error
 import urllib.request
@@ -35,6 +36,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Container]:
     folder = ROOT / "build" / "system"
     folder.mkdir(parents=True, exist_ok=True)
     root = build(folder)
+    shutil.rmtree(root / "var/lib/private/glm53", ignore_errors=True)  # an earlier run's
     (root / "etc/glm53").mkdir(exist_ok=True)
     (root / "etc/glm53/config.toml").write_text(CONFIG)
     container = Container(root, folder / "console.log")
@@ -191,7 +193,7 @@ def test_uninstall_leaves_only_the_configuration_and_the_model(machine: Containe
     said = machine.call("glm53", "service", "uninstall")
     assert "removed /var/cache/private/glm53" in said
     assert "kept    /var/lib/private/glm53/model" in said
-    machine.call("pip3", "uninstall", "-y", "-q", "--break-system-packages", "glm53")
+    machine.call("sh", "-c", "cd / && pip3 uninstall -y -q --break-system-packages glm53")
     machine.call("systemctl", "daemon-reload")
     left = machine.call(
         "find", "/", "-xdev", "-iname", "*glm53*", "-not", "-path", "/opt/wheels/*", "-not", "-path", "/proc/*"
