@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import shutil
 import sys
@@ -79,6 +80,14 @@ def oracle(path: Path) -> Any:
     import hf_oracle
 
     return hf_oracle.load(str(path))[0]
+
+
+@atexit.register
+def forget_models() -> None:
+    """Native objects must go before the interpreter takes its modules apart, or nanobind reports them as leaked."""
+    cpu_model.cache_clear()
+    float_model.cache_clear()
+    gc.collect()
 
 
 def oracle_logits(path: Path, ids: list[int]) -> torch.Tensor:
