@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "common/cpu_info.h"
 #include "cpu/dispatch.h"
 #include "cpu/moe.h"
 #include "experts.h"
@@ -114,6 +115,15 @@ void print_rates(const char* name, const std::vector<double>& values) {
     std::printf("], ");
 }
 
+// The first `threads` physical cores, one pinned worker on each: left to itself, the scheduler at times keeps two
+// workers that wake each other on one core.
+std::vector<int> workers(int threads) {
+    std::vector<int> cpus = physical_cpus();
+    if (std::ssize(cpus) < threads) throw std::runtime_error("this benchmark needs two physical cores");
+    cpus.resize(static_cast<size_t>(threads));
+    return cpus;
+}
+
 int run(const Settings& s) {
     bench::Experts experts(s.experts, s.hidden, s.intermediate, s.bits);
     std::vector<std::unique_ptr<cpu::CpuMoe>> moes;
@@ -121,13 +131,13 @@ int run(const Settings& s) {
     for (const std::string& isa : cpu::available_isas()) {
         if (isa == "scalar") continue;
         for (const int threads : {1, 2}) {
-            moes.push_back(std::make_unique<cpu::CpuMoe>(threads, std::span<const int>{}, isa));
+            moes.push_back(std::make_unique<cpu::CpuMoe>(0, workers(threads), isa));
             for (const int rows : {1, 2, 4, 8}) {
                 if (threads == 1 || rows == 1) variants.push_back({moes.back().get(), rows, {}});
             }
         }
     }
-    ThreadPool one(1), two(2);
+    ThreadPool one(workers(1)), two(workers(2));
     std::vector<double> read_one, read_two, clocks;
     int next_expert = 0;
     for (int round = 0; round < s.rounds; ++round) {
