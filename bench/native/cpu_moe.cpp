@@ -115,29 +115,25 @@ void print_rates(const char* name, const std::vector<double>& values) {
     std::printf("], ");
 }
 
-// The first `threads` physical cores, one pinned worker on each: left to itself, the scheduler at times keeps two
-// workers that wake each other on one core.
-std::vector<int> workers(int threads) {
-    std::vector<int> cpus = physical_cpus();
-    if (std::ssize(cpus) < threads) throw std::runtime_error("this benchmark needs two physical cores");
-    cpus.resize(static_cast<size_t>(threads));
-    return cpus;
-}
-
 int run(const Settings& s) {
     bench::Experts experts(s.experts, s.hidden, s.intermediate, s.bits);
+    // The caller is worker 0 of every pool; worker 1 inherits the core its pool is made on. Left to itself, the
+    // scheduler at times keeps two threads that wake each other on one core.
+    const std::vector<int> cpus = physical_cpus();
+    pin_current_thread(cpus.back());
     std::vector<std::unique_ptr<cpu::CpuMoe>> moes;
     std::vector<Variant> variants;
     for (const std::string& isa : cpu::available_isas()) {
         if (isa == "scalar") continue;
         for (const int threads : {1, 2}) {
-            moes.push_back(std::make_unique<cpu::CpuMoe>(0, workers(threads), isa));
+            moes.push_back(std::make_unique<cpu::CpuMoe>(threads, std::span<const int>{}, isa));
             for (const int rows : {1, 2, 4, 8}) {
                 if (threads == 1 || rows == 1) variants.push_back({moes.back().get(), rows, {}});
             }
         }
     }
-    ThreadPool one(workers(1)), two(workers(2));
+    ThreadPool one(1), two(2);
+    pin_current_thread(cpus.front());
     std::vector<double> read_one, read_two, clocks;
     int next_expert = 0;
     for (int round = 0; round < s.rounds; ++round) {
