@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import importlib.metadata
 import json
 import multiprocessing
 import multiprocessing.synchronize
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -190,7 +192,35 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=20_000, help="per stream (default: %(default)s)")
     parser.add_argument("--cpu", type=int, default=0, help="core for the server that is started (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE (- = standard output, no table)")
+    parser.add_argument("--out", metavar="FILE", help="write a result in the form of bench/results to FILE")
     return parser.parse_args(argv)
+
+
+def result(argv: list[str], args: argparse.Namespace, figures: dict[str, Any]) -> dict[str, Any]:
+    """The figures in the form that bench/results keeps and bench/report.py reads."""
+    info = Path("/proc/cpuinfo")
+    models = [x for x in info.read_text().splitlines() if x.startswith("model name")] if info.exists() else []
+    rate, p99 = figures["tokens_per_s"], figures["health_p99_ms"]
+    return {
+        "what": "HTTP server: tokens/s through SSE with an engine that costs nothing, and /health meanwhile",
+        "machine": {"cpu": models[0].partition(":")[2].strip() if models else platform.machine(), "cpus": len(models)},
+        "versions": {"python": platform.python_version(), "glm53": importlib.metadata.version("glm53")},
+        "command": " ".join(["python", "bench/server_overhead.py", *argv]),
+        "settings": {"streams": args.streams, "tokens_per_stream": args.tokens, "url": args.url or "its own server"},
+        "raw": figures,
+        "bars": {
+            "server.tokens_per_s": {
+                "value": rate,
+                "want": f">= {BAR_TOKENS_PER_S}",
+                "ok": rate >= BAR_TOKENS_PER_S,
+            },
+            "server.health_p99_ms": {
+                "value": p99,
+                "want": f"<= {BAR_HEALTH_P99_MS:g}",
+                "ok": p99 <= BAR_HEALTH_P99_MS,
+            },
+        },
+    }
 
 
 def main(argv: list[str]) -> int:
@@ -208,6 +238,8 @@ def main(argv: list[str]) -> int:
     prompt = figures["health_p99_ms"] < BAR_HEALTH_P99_MS
     figures["passed"] = fast and prompt
     text = json.dumps(figures, indent=2)
+    if args.out:
+        Path(args.out).write_text(json.dumps(result(argv, args, figures), indent=1) + "\n", encoding="utf-8")
     if args.json == "-":
         print(text)
     else:
