@@ -1,6 +1,6 @@
 """Owns the native objects of a GPU engine: the device, one pinned arena per MoE layer, and the expert runtime.
 
-States of an PinnedExperts: filling (worker threads make and page-lock the layers in order, and read each as soon as it is
+States of PinnedExperts: filling (worker threads make and page-lock the layers in order, and read each as soon as it is
 there) -> sealed (`finish`).
 Threads: the store's own pools fill; `arena` may be asked from any thread and waits for that layer's mapping only.
 Costs: every routed expert's bytes of host RAM, once; zeroing them, page-locking at 0.03-0.13 s/GiB, and reading at the
