@@ -138,7 +138,7 @@ class PinnedExperts:
     def times(self) -> dict[str, float]:
         """Seconds, once finished: `populate_s`, `pin_s`, `read_s` of all threads together; `arenas_wall_s` and `wall_s`
         from the beginning until the last arena was page-locked and the last byte was there."""
-        return {name: round(seconds, 3) for name, seconds in self._times.items()}
+        return {name: round(seconds, 6) for name, seconds in self._times.items()}
 
     def abandon(self) -> None:
         """Stop filling after a failed load and release the arenas; never raises."""

@@ -274,9 +274,9 @@ def test_stats_have_what_the_status_page_shows(engines: Any) -> None:
     load_times = stats["load"]
     assert {"weights", "waiting_for_experts", "slots", "exllamav3"} <= set(load_times)
     parts = sum(v for k, v in load_times.items() if k not in ("total", "experts", "weights_waiting_for_arenas"))
-    assert 0.5 * load_times["total"] < parts <= load_times["total"] + 0.05
-    assert {"populate_s", "pin_s", "read_s"} <= set(load_times["experts"])  # a tiny file may be read in 0.000 s
-    assert load_times["experts"]["arenas_wall_s"] <= load_times["experts"]["wall_s"] <= load_times["total"] + 0.05
+    assert parts == pytest.approx(load_times["total"], abs=0.05)
+    assert load_times["experts"]["read_s"] > 0
+    assert load_times["experts"]["arenas_wall_s"] <= load_times["experts"]["wall_s"] <= load_times["total"]
     assert "load_experts_pin_s" in dict(flat_numbers(stats))
 
 
