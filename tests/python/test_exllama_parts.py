@@ -17,7 +17,7 @@ from exllama_helpers import TINY, use_fakes
 from glm53 import _core, hooks
 from glm53.checkpoint import Checkpoint
 from glm53.engine.exllama import pins, warm
-from glm53.engine.exllama.jobs import ROUND_TOKENS, score_rows, token_budget
+from glm53.engine.exllama.jobs import ROUND_TOKENS, score_rows, slices, token_budget
 from glm53.engine.exllama.passes import activation_bytes, stage_threshold
 from glm53.engine.exllama.sampling import make_filter, make_sampler, penalise
 from glm53.engine.protocol import SamplingParams
@@ -314,3 +314,10 @@ def test_the_shipped_pins_name_their_architecture_and_kernels() -> None:
         assert {"chunk_gla_fwd_kernel_o", "recompute_w_u_fwd_kda_kernel"} <= set(document["picks"])
         for rows in document["picks"].values():
             assert all({"key", "kwargs", "num_warps", "num_stages"} == set(row) for row in rows)
+
+
+@pytest.mark.parametrize("count", [1, 2, 191, 192, 193, 252, 383, 384, 1000])
+def test_slices_of_a_prompt_have_no_short_remainder(count: int) -> None:
+    cuts = slices(count, 192)
+    assert [at for at, _ in cuts] + [count] == [0, *(end for _, end in cuts)]
+    assert all(192 <= end - at < 384 for at, end in cuts) or cuts == [(0, count)]

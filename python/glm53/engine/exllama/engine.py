@@ -24,7 +24,7 @@ from ...tokenizer import Tokenizer
 from ..protocol import EngineInfo, Finish, GenerationRequest, Progress, TokenScore
 from ..stream import QueuedStream
 from . import warm
-from .jobs import Stream, score_rows
+from .jobs import Stream, score_rows, slices
 from .loader import RECURRENT_CACHE_BYTES, Loaded, LoadOptions, load
 from .passes import Upkeep
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _IDLE_WAIT_S = 0.25
 _SNAPSHOT_S = 1.0
 _SAVE_S = 300.0
-_SCORE_SLICE = 256
+_SCORE_SLICE = 192
 
 
 def lanes(cache: Mapping[str, Any]) -> dict[str, int]:
@@ -267,10 +267,9 @@ class ExllamaEngine:
                 params["layer_instance"] = instance
                 x = module.forward(module.prepare_for_device(x, params), params)
         scores = [TokenScore(ids[0], None)]
-        for at in range(0, len(ids) - 1, _SCORE_SLICE):
-            end = min(at + _SCORE_SLICE, len(ids) - 1)
-            logits = head.forward(x[:, at:end].contiguous(), params)[0]
-            scores += score_rows(logits, ids[at + 1 : end + 1], top, self.info.vocab_size)
+        for at, end in slices(len(ids), _SCORE_SLICE):
+            logits, wanted = head.forward(x[:, at:end].contiguous(), params)[0], ids[at + 1 : end + 1]
+            scores += score_rows(logits[: len(wanted)], wanted, top, self.info.vocab_size)
         return scores
 
     def _keep_books(self) -> None:

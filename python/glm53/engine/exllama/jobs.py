@@ -108,6 +108,13 @@ class Stream:
         return [Token(i, self._tokenizer.token_bytes(i), s.logprob, s.top) for i, s in zip(ids, scores, strict=True)]
 
 
+def slices(count: int, size: int) -> list[tuple[int, int]]:
+    """Cuts 0..count into pieces of `size` and more, the last one below twice that: exllamav3 multiplies few rows with
+    another kernel than many, so a short remainder would not get the head's logits of one whole pass."""
+    starts = list(range(0, max(1, count - size + 1), size))
+    return list(zip(starts, [*starts[1:], count], strict=True))
+
+
 def score_rows(logits: torch.Tensor, ids: list[int], top: int, size: int) -> list[TokenScore]:
     """Log-probabilities of `ids` under logits (rows, vocabulary), with the `top` best of the first `size` ids."""
     logits = logits.float()
