@@ -2,12 +2,18 @@
 """Make a reference panel: what stock exllamav3 1.5.1 predicts, position by position.
 
     python bench/make_ref_panel.py --model CHECKPOINT --out PANEL.json [--text FILE ...] [--prompts 8] [--tokens 280]
+    python bench/make_ref_panel.py --model CHECKPOINT --out PANEL.json --recorded ANSWERS.npz
     python bench/make_ref_panel.py --model CHECKPOINT --out PANEL.json --ids IDS.npz --logits LOGITS.npz
 
 The first form needs a GPU and exllamav3: it runs the checkpoint (all of it in VRAM, or with --on-cpu N experts a layer
 in host RAM, stock's own split) over windows of the given texts, by default this repository's documents, in one pass per
-window. The second form takes logits that stock exllamav3 computed earlier: IDS.npz holds `ids` and `lengths` of whole
-documents, LOGITS.npz `logits` of the first `documents` of them. Panels are read by score_ref_panel.py.
+window. With --pins FILE the Triton kernels run with that file's picks (`glm53 pin` writes one); the server that is
+scored must then run with the same. The other forms take logits that stock exllamav3 computed earlier: ANSWERS.npz holds
+NAME_ids and NAME_logits per prompt; IDS.npz `ids` and `lengths` of whole documents, LOGITS.npz `logits` of the first
+`documents` of them. Panels are read by score_ref_panel.py.
+
+Log-probabilities are over the whole row of logits, as exllamav3's own are, padding rows of the head included; only ids
+of the tokenizer are listed.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,16 +29,17 @@ from typing import Any
 import numpy as np
 
 TOP_K = 20
+DIGITS = 7
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def top_of(logits: np.ndarray, usable: int) -> list[list[list[float]]]:
     """For each row of logits [T, V], the TOP_K likeliest of the first `usable` ids as [id, log-probability]."""
-    scores = logits[:, :usable].astype(np.float64)
+    scores = logits.astype(np.float64)
     scores -= scores.max(axis=1, keepdims=True)
     scores -= np.log(np.exp(scores).sum(axis=1, keepdims=True))
-    order = np.argsort(-scores, axis=1, kind="stable")[:, :TOP_K]
-    return [[[int(i), round(float(row[i]), 6)] for i in best] for best, row in zip(order, scores, strict=True)]
+    order = np.argsort(-scores[:, :usable], axis=1, kind="stable")[:, :TOP_K]
+    return [[[int(i), round(float(row[i]), DIGITS)] for i in best] for best, row in zip(order, scores, strict=True)]
 
 
 def prompt_of(name: str, ids: np.ndarray, logits: np.ndarray, usable: int) -> dict[str, Any]:
@@ -53,13 +61,18 @@ def windows(encoder: Any, paths: list[Path], prompts: int, tokens: int) -> list[
     return [(name, np.array(head + ids)) for name, ids in full[:: max(1, step)][:prompts]]
 
 
-def run_stock(model_dir: Path, chosen: list[tuple[str, np.ndarray]], on_cpu: int, usable: int) -> list[dict[str, Any]]:
+def run_stock(args: argparse.Namespace, chosen: list[tuple[str, np.ndarray]], usable: int) -> list[dict[str, Any]]:
     """Panel entries from stock exllamav3 on the GPU."""
     import torch
     from exllamav3 import Config, Model
 
-    config = Config.from_directory(str(model_dir))
-    config.infer_params.moe_cpu_split = on_cpu
+    if args.pins:
+        from glm53.engine.exllama.loader import architecture
+        from glm53.engine.exllama.pins import apply_pins
+
+        apply_pins(args.pins, architecture(0))
+    config = Config.from_directory(args.model)
+    config.infer_params.moe_cpu_split = args.on_cpu
     model = Model.from_config(config)
     model.load(progressbar=False)
     out = []
@@ -69,6 +82,13 @@ def run_stock(model_dir: Path, chosen: list[tuple[str, np.ndarray]], on_cpu: int
         out.append(prompt_of(name, ids, logits, usable))
         print(f"{i + 1}/{len(chosen)} {name}", file=sys.stderr, flush=True)
     return out
+
+
+def from_recorded(path: Path, usable: int) -> list[dict[str, Any]]:
+    """Panel entries from NAME_ids and NAME_logits of one file."""
+    with np.load(path) as held:
+        names = [k.removesuffix("_logits") for k in held if k.endswith("_logits")]
+        return [prompt_of(name, held[f"{name}_ids"], held[f"{name}_logits"], usable) for name in names]
 
 
 def from_files(ids_path: Path, logits_path: Path, prompts: int, usable: int) -> list[dict[str, Any]]:
@@ -83,21 +103,20 @@ def from_files(ids_path: Path, logits_path: Path, prompts: int, usable: int) -> 
 
 
 def panel_of(args: argparse.Namespace, entries: list[dict[str, Any]], encoder: Any) -> dict[str, Any]:
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib.metadata import version
 
     versions = {"python": platform.python_version()}
-    for name in ("exllamav3", "torch", "triton"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "not here: the logits were computed elsewhere"
+    if args.recorded or args.logits:
+        versions["exllamav3"] = args.recorded_by
+    else:
+        versions |= {name: version(name) for name in ("exllamav3", "torch", "triton")}
     used = sorted({t for e in entries for top in e["top"] for t, _ in top})
     return {
         "what": "reference panel: stock exllamav3, teacher-forced",
         "model": args.model_name or Path(args.model).name,
         "machine": args.machine,
         "versions": versions,
-        "command": "python bench/make_ref_panel.py " + " ".join(sys.argv[1:]),
+        "command": shlex.join(["python", "bench/make_ref_panel.py", *sys.argv[1:]]),
         "top_k": TOP_K,
         "positions": sum(len(e["top"]) for e in entries),
         "texts": {str(i): encoder.decode([i], skip_special_tokens=False) for i in used},
@@ -113,6 +132,9 @@ def main() -> int:
     ap.add_argument("--prompts", type=int, default=8)
     ap.add_argument("--tokens", type=int, default=280, help="tokens a prompt (default: %(default)s)")
     ap.add_argument("--on-cpu", type=int, default=0, help="experts of each layer that stock keeps in host RAM")
+    ap.add_argument("--pins", type=Path, help="Triton picks to run stock with")
+    ap.add_argument("--recorded", type=Path, help="prompts with the logits that stock exllamav3 computed for them")
+    ap.add_argument("--recorded-by", default="1.5.1", help="version of exllamav3 behind recorded logits (1.5.1)")
     ap.add_argument("--ids", help="documents that --logits belong to")
     ap.add_argument("--logits", help="logits computed by stock exllamav3 earlier")
     ap.add_argument("--fewest", type=int, default=2000, help="positions a panel must hold (default: %(default)s)")
@@ -123,13 +145,15 @@ def main() -> int:
 
     encoder = Tokenizer.from_file(str(Path(args.model) / "tokenizer.json"))
     usable = encoder.get_vocab_size()
-    if args.logits:
+    if args.recorded:
+        entries = from_recorded(args.recorded, usable)
+    elif args.logits:
         entries = from_files(Path(args.ids), Path(args.logits), args.prompts, usable)
     else:
         paths = (
             [Path(p) for p in args.text] if args.text else [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
         )
-        entries = run_stock(Path(args.model), windows(encoder, paths, args.prompts, args.tokens), args.on_cpu, usable)
+        entries = run_stock(args, windows(encoder, paths, args.prompts, args.tokens), usable)
     panel = panel_of(args, entries, encoder)
     if panel["positions"] < args.fewest:
         print(f"make_ref_panel: {panel['positions']} positions, {args.fewest} are needed", file=sys.stderr)

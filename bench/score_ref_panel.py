@@ -5,8 +5,9 @@
 
 The panel (made by make_ref_panel.py) holds prompts as token ids and, for every position, the 20 likeliest next tokens
 of stock exllamav3 with their log-probabilities. The server scores the same prompts teacher-forced. Reported: the share
-of positions whose likeliest token is the same, and the mean KL divergence (nats) over the reference's 20 tokens and the
-rest taken as one. This looks at the prefill path alone: it says nothing about decoding.
+of positions whose likeliest token is the same (any of them where the reference has a tie), and the mean KL divergence
+(nats) over the reference's 20 tokens and the rest taken as one. This looks at the prefill path alone: it says nothing
+about decoding. --bars NAME records the limits as NAME_top1 and NAME_kl in the form of bench/results.
 
 Exit code 0: top-1 and KL are within --min-top1 and --max-kl; 1: not; 2: no verdict (the server failed or cannot score).
 """
@@ -17,6 +18,9 @@ import argparse
 import http.client
 import json
 import math
+import os
+import platform
+import shlex
 import sys
 import time
 from typing import Any
@@ -40,12 +44,16 @@ class Client:
             self.headers["Authorization"] = f"Bearer {api_key}"
 
     def post(self, path: str, body: Any) -> tuple[int, Any]:
+        """(status, reply) of a request with a JSON body."""
+        return self.ask("POST", path, json.dumps(body).encode())
+
+    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
         """(status, reply); a reply that is no JSON comes back as text. Raises NoVerdict if there is no reply."""
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname or "127.0.0.1", parts.port, timeout=self.timeout)
         try:
-            connection.request("POST", parts.path.rstrip("/") + path, json.dumps(body).encode(), self.headers)
+            connection.request(method, parts.path.rstrip("/") + path, body, self.headers)
             reply = connection.getresponse()
             data = reply.read()
         except (OSError, http.client.HTTPException) as e:
@@ -111,8 +119,10 @@ def divergence(reference: Top, measured: Top) -> float:
     return total + (rest_p * math.log(max(TINY, rest_p) / rest_q) if rest_p > TINY else 0.0)
 
 
-def best(top: Top) -> Any:
-    return max(top, key=lambda t: top[t])
+def agrees(reference: Top, measured: Top) -> bool:
+    """Whether the measured best token is a best one of the reference: which of equals comes first says nothing."""
+    best = max(measured, key=lambda t: measured[t])
+    return reference.get(best, -math.inf) >= max(reference.values())
 
 
 def score_prompt(prompt: dict[str, Any], measured: list[Top], texts: dict[str, str] | None) -> dict[str, Any]:
@@ -122,7 +132,7 @@ def score_prompt(prompt: dict[str, Any], measured: list[Top], texts: dict[str, s
         wanted: Top = dict(reference) if texts is None else {texts[str(t)]: v for t, v in reference}
         if not got:
             raise NoVerdict(f"prompt {prompt['name']}: the server left a position without log-probabilities")
-        same += best(wanted) == best(got)
+        same += agrees(wanted, got)
         kls.append(divergence(wanted, got))
     if len(kls) != len(prompt["top"]):
         raise NoVerdict(f"prompt {prompt['name']}: {len(kls)} of {len(prompt['top'])} positions were scored")
@@ -189,16 +199,45 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", default="glm-5.3-flash", help="model name to send (default: %(default)s)")
     parser.add_argument("--min-top1", type=float, default=0.0, help="least agreement for exit code 0")
     parser.add_argument("--max-kl", type=float, default=math.inf, help="largest mean KL for exit code 0")
+    parser.add_argument("--bars", default="", metavar="NAME", help="record NAME_top1 and NAME_kl against the limits")
     parser.add_argument("--api-key", default="", help="sent as a bearer token")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds without a byte (default: %(default)s)")
     return parser.parse_args(argv)
 
 
+def machine() -> dict[str, Any]:
+    """This host; the server may be elsewhere."""
+    cpu = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as f:
+            cpu = next((line.split(":", 1)[1].strip() for line in f if line.startswith("model name")), cpu)
+    except OSError:
+        pass
+    return {"cpu": cpu, "cpus": os.cpu_count()}
+
+
+def server_of(client: Client) -> dict[str, Any]:
+    """What the server says of itself, where it has /server_info."""
+    status, reply = client.ask("GET", "/server_info")
+    wanted = ("version", "mode", "device", "model_path", "exllamav3", "torch", "triton")
+    return {k: reply[k] for k in wanted if k in reply} if status == 200 and isinstance(reply, dict) else {}
+
+
+def bars(name: str, total: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The two figures with the limits they were given."""
+    top1, kl = total["top1"], total["kl_mean"]
+    return {
+        f"{name}_top1": {"value": top1, "want": f">= {args.min_top1}", "ok": top1 >= args.min_top1},
+        f"{name}_kl": {"value": kl, "want": f"<= {args.max_kl}", "ok": kl <= args.max_kl},
+    }
+
+
 def main(argv: list[str]) -> int:
     args = parse_args(argv)
+    client = Client(args.url, args.api_key, args.timeout)
     try:
         panel = load_panel(args.panel)
-        rows = score(Client(args.url, args.api_key, args.timeout), args.model, panel)
+        rows, server = score(client, args.model, panel), server_of(client)
     except NoVerdict as e:
         print(f"score_ref_panel: {e}", file=sys.stderr)
         return 2
@@ -210,10 +249,14 @@ def main(argv: list[str]) -> int:
         record = {
             "what": "teacher-forced score against a reference panel",
             "panel": {k: panel.get(k) for k in ("what", "model", "versions", "machine")},
-            "command": "python3 bench/score_ref_panel.py " + " ".join(argv),
+            "server": server,
+            "machine": machine(),
+            "versions": {"python": platform.python_version(), "glm53": server.get("version", "not told")},
+            "command": shlex.join(["python3", "bench/score_ref_panel.py", *argv]),
             "settings": {"url": args.url, "top_k": panel["top_k"]},
             "raw": rows,
             "score": total,
+            "bars": bars(args.bars, total, args) if args.bars else {},
         }
         with open(args.out, "w", encoding="utf-8") as f:
             json.dump(record, f, indent=1)

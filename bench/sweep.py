@@ -20,6 +20,7 @@ import itertools
 import json
 import platform
 import random
+import shlex
 import statistics
 import sys
 import threading
@@ -304,7 +305,7 @@ def main(argv: list[str]) -> int:
         "what": "prefill and decode speed over HTTP",
         "machine": args.card or platform.node(),
         "versions": {"python": platform.python_version()},
-        "command": "python3 bench/sweep.py " + " ".join(argv),
+        "command": shlex.join(["python3", "bench/sweep.py", *argv]),
         "settings": settings,
         "raw": {"prefill": [], "decode": []},
     }

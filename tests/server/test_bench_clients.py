@@ -29,20 +29,9 @@ def bare(script: str, *arguments: str, timeout: float = 240) -> subprocess.Compl
 
 
 @pytest.fixture(scope="module")
-def panel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A panel of the bundled random checkpoint from logits that stock exllamav3 computed on a GPU."""
-    folder = tmp_path_factory.mktemp("panel")
-    golden = np.load(GOLDEN)
-    ids = [golden["text_ids"], golden["rand200_ids"]]
-    lengths = np.array([len(i) for i in ids])
-    np.savez(folder / "ids.npz", ids=np.concatenate(ids), lengths=lengths)
-    logits = np.concatenate([golden["text_logits"], golden["rand200_logits"]])
-    np.savez(folder / "logits.npz", logits=logits, documents=np.array(2))
-    out = folder / "panel.json"
-    command = [sys.executable, str(BENCH / "make_ref_panel.py"), "--model", str(TINY), "--out", str(out)]
-    command += ["--ids", str(folder / "ids.npz"), "--logits", str(folder / "logits.npz"), "--fewest", "200"]
-    subprocess.run(command, check=True, capture_output=True)
-    return out
+def panel() -> Path:
+    """The committed panel of the bundled checkpoint: what stock exllamav3 answered on a GPU."""
+    return BENCH / "panels" / "tiny-recorded.json"
 
 
 class FakeServer(http.server.BaseHTTPRequestHandler):
@@ -123,15 +112,26 @@ def fake(panel: Path) -> Iterator[Fake]:
         server.server_close()
 
 
-def test_panel_holds_what_stock_predicted(panel: Path) -> None:
+def test_panel_holds_what_stock_predicted(panel: Path, tmp_path: Path) -> None:
+    made = tmp_path / "panel.json"
+    command = [sys.executable, str(BENCH / "make_ref_panel.py"), "--model", str(TINY), "--recorded", str(GOLDEN)]
+    subprocess.run([*command, "--fewest", "200", "--out", str(made)], check=True, capture_output=True)
     content, golden = json.loads(panel.read_text()), np.load(GOLDEN)
+    assert json.loads(made.read_text())["prompts"] == content["prompts"]
+    assert content["versions"]["exllamav3"] == "1.5.1"
     first = content["prompts"][0]
     assert first["ids"] == golden["text_ids"].tolist()
     assert len(first["top"]) == len(first["ids"]) - 1
-    row = golden["text_logits"][3, :2084].astype(np.float64)
-    expected = row - np.log(np.exp(row - row.max()).sum()) - row.max()
+    row = golden["text_logits"][3].astype(np.float64)  # padding rows of the head count, but are not listed
+    expected = (row - np.log(np.exp(row - row.max()).sum()) - row.max())[: known_ids()]
     assert [i for i, _ in first["top"][3]] == np.argsort(-expected, kind="stable")[:20].tolist()
-    assert first["top"][3][0][1] == pytest.approx(expected.max(), abs=1e-5)
+    assert first["top"][3][0][1] == pytest.approx(expected.max(), abs=1e-6)
+
+
+def known_ids() -> int:
+    """Ids that the bundled tokenizer knows; the model's head has more rows."""
+    tokenizers = pytest.importorskip("tokenizers")
+    return int(tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json")).get_vocab_size())
 
 
 @pytest.mark.parametrize("kind", ["sglang", "openai"])
@@ -146,6 +146,28 @@ def test_the_same_scores_give_one_and_zero(kind: str, fake: Fake, panel: Path, t
         assert score["top1"] == 1.0
         assert abs(score["kl_mean"]) < 1e-9
     assert "1.0000" in done.stdout
+
+
+def test_ties_count_as_agreement_and_bars_carry_their_limits(fake: Fake, tmp_path: Path) -> None:
+    """Of equal logits a server may name either first; a panel with one tied position is still met."""
+    content = json.loads((BENCH / "panels" / "tiny-recorded.json").read_text())
+    for top in content["prompts"][0]["top"]:
+        top[1][1] = top[0][1]
+    path, out = tmp_path / "tied.json", tmp_path / "score.json"
+    path.write_text(json.dumps({**content, "prompts": content["prompts"][:1]}))
+
+    def other_first(top: list[tuple[int, float]]) -> list[tuple[int, float]]:
+        return [(top[1][0], top[0][1]), (top[0][0], top[0][1]), *top[2:]]
+
+    limits = ("--min-top1", "1", "--max-kl", "1e-6", "--bars", "panel.exact")
+    done = bare(
+        "score_ref_panel.py", "--url", fake("sglang", other_first), "--panel", str(path), "--out", str(out), *limits
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(out.read_text())
+    assert record["bars"]["panel.exact_top1"] == {"value": 1.0, "want": ">= 1.0", "ok": True}
+    assert set(record) >= {"what", "machine", "versions", "command", "settings", "raw", "bars"}
+    assert "cpu" in record["machine"]
 
 
 def test_a_wrong_server_is_found_out(fake: Fake, panel: Path, tmp_path: Path) -> None:
