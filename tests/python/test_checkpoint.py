@@ -120,6 +120,40 @@ def test_vision_and_mtp_tensors_are_known(weights: Path) -> None:
         assert ck.config.num_nextn_predict_layers == 1
 
 
+def test_mtp_layers_are_verified_when_they_are_wanted(tmp_path: Path) -> None:
+    with Checkpoint.open(checkpoint_dir(esb=1.0, mtp=1), mtp=True) as ck:
+        (layer,) = ck.config.mtp_layers
+        assert layer == ck.config.num_hidden_layers
+        experts = ck.experts(layer)
+        assert len(experts) == 3 * ck.config.n_routed_experts
+        assert {x.bits for x in experts} == {4}
+    folder = Path(shutil.copytree(checkpoint_dir(esb=1.0, mtp=1), tmp_path / "model"))
+    whole, prefix = read_file(folder / "model.safetensors"), f"model.language_model.layers.{layer}."
+
+    def refused(change: Callable[[Tensors], None], *parts: str) -> None:
+        tensors = dict(whole)
+        change(tensors)
+        write_file(folder / "model.safetensors", tensors)
+        Checkpoint.open(folder).close()
+        with pytest.raises(CheckpointError) as caught:
+            Checkpoint.open(folder, mtp=True)
+        assert "\n" not in str(caught.value)
+        for part in parts:
+            assert part in str(caught.value), str(caught.value)
+
+    refused(
+        lambda t: [t.pop(n) for n in whole if n.startswith(prefix)], "names an MTP layer", "mtp.safetensors", prefix
+    )
+    for name in ("eh_proj.trellis", "shared_head.norm.weight", "mlp.experts.3.down_proj.suh", "enorm.weight"):
+        refused(lambda t, name=name: t.pop(prefix + name) and None, prefix + name, "missing")
+    refused(lambda t: t.update({prefix + "hnorm.weight": ("F16", [2], b"abcd")}), prefix + "hnorm.weight", "shape [2]")
+
+
+def test_a_checkpoint_without_mtp_layer_says_so() -> None:
+    with pytest.raises(CheckpointError, match=r"no MTP layer .*leave --mtp out"):
+        Checkpoint.open(BUNDLED, mtp=True)
+
+
 def test_expert_offsets_point_at_the_bytes(folder: Path) -> None:
     with Checkpoint.open(folder) as ck:
         linears = ck.experts(1)

@@ -107,6 +107,22 @@ def expected(c: ModelConfig) -> Iterator[Plain | Linear]:
         yield from _mlp(f"{k}.mlp", c, c.mlp_layer_types[i] == "sparse")
 
 
+def expected_mtp(c: ModelConfig) -> Iterator[Plain | Linear]:
+    """What drafting needs besides: the MTP layers behind the last one, as exllamav3's Glm5NextMTPModel reads them."""
+    h, first, count = c.hidden_size, c.num_hidden_layers, c.num_nextn_predict_layers
+    for i in range(first, first + count):
+        k = f"{BASE}.layers.{i}"
+        if i == first:
+            yield Plain(f"{k}.enorm.weight", (h,))
+            yield Plain(f"{k}.hnorm.weight", (h,))
+            yield Linear(f"{k}.eh_proj", 2 * h, h)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield Plain(f"{k}.{norm}.weight", (h,))
+        yield from _mla(f"{k}.self_attn", c)
+        yield from _mlp(f"{k}.mlp", c, sparse=True)
+    yield Plain(f"{BASE}.layers.{first + count - 1}.shared_head.norm.weight", (h,))
+
+
 def unused(name: str, c: ModelConfig) -> bool:
     """Tensors a complete checkpoint may hold and text generation leaves alone: the vision tower and the MTP layers."""
     first = c.num_hidden_layers

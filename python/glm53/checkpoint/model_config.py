@@ -72,6 +72,11 @@ class ModelConfig:
         """Indices of the layers with routed experts."""
         return tuple(i for i, kind in enumerate(self.mlp_layer_types) if kind == "sparse")
 
+    @property
+    def mtp_layers(self) -> tuple[int, ...]:
+        """Indices that the MTP layers have in tensor names; all of them have routed experts."""
+        return tuple(range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers))
+
     @classmethod
     def load(cls, model_dir: Path) -> ModelConfig:
         """Read and validate `model_dir/config.json`. Raises CheckpointError."""

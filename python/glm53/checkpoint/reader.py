@@ -7,6 +7,7 @@ before the folder is verified, so a bad checkpoint never starts partially. Cost 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CheckpointError
-from .layout import EXPERT_LINEARS, Linear, Plain, expected, expert_key, unused
+from .layout import BASE, EXPERT_LINEARS, Linear, Plain, expected, expected_mtp, expert_key, unused
 from .model_config import EXAMPLE, ModelConfig
 from .safetensors_file import SafetensorsFile, TensorInfo, open_folder
 
@@ -81,11 +82,17 @@ class Checkpoint:
 
     @classmethod
     def open(
-        cls, model_dir: Path, *, expert_codebooks: tuple[str, ...] = ("mul1",), expert_bits: tuple[int, ...] = (2, 3, 4)
+        cls,
+        model_dir: Path,
+        *,
+        expert_codebooks: tuple[str, ...] = ("mul1",),
+        expert_bits: tuple[int, ...] = (2, 3, 4),
+        mtp: bool = False,
     ) -> Checkpoint:
         """Verify a folder. Raises CheckpointError with what to do; nothing stays open then.
 
-        `expert_codebooks` and `expert_bits` say what the caller's expert kernels can decode.
+        `expert_codebooks` and `expert_bits` say what the caller's expert kernels can decode. `mtp`: the MTP layers are
+        wanted too (exllamav3 alone runs those, at any whole bit rate); else they may be absent.
         """
         model_dir = Path(model_dir)
         _require_folder(model_dir)
@@ -95,7 +102,7 @@ class Checkpoint:
             files.extend(open_folder(model_dir))
             checkpoint = cls(model_dir, config, files)
             checkpoint._index(files)
-            checkpoint._verify(_Kernels(expert_codebooks, expert_bits))
+            checkpoint._verify(_Kernels(expert_codebooks, expert_bits), mtp)
         except BaseException:
             for f in files:
                 f.close()
@@ -114,9 +121,18 @@ class Checkpoint:
         if not any(name.endswith(".trellis") for name in self.tensors):
             raise CheckpointError(f"{self.path}: not quantised to EXL3 (no trellis tensors); use {EXAMPLE}")
 
-    def _verify(self, kernels: _Kernels) -> None:
+    def _verify(self, kernels: _Kernels, mtp: bool) -> None:
+        known = self._check_all(expected(self.config), kernels)
+        if mtp:
+            self._verify_mtp()
+        for name, info in self.tensors.items():
+            if name not in known and not unused(name, self.config):
+                raise CheckpointError(f"{info.file}: {name}: unknown tensor, not part of GLM-5.3-Flash")
+
+    def _check_all(self, items: Iterable[Plain | Linear], kernels: _Kernels) -> set[str]:
+        """Check every tensor of `items`; returns their names."""
         known: set[str] = set()
-        for item in expected(self.config):
+        for item in items:
             if isinstance(item, Plain):
                 info = self._check(item.name, _FLOATS, None if item.flat else item.shape)
                 if item.flat and [n for n in info.shape if n != 1] != [n for n in item.shape if n != 1]:
@@ -124,9 +140,22 @@ class Checkpoint:
                 known.add(item.name)
             else:
                 known.update(self._check_linear(item, kernels))
-        for name, info in self.tensors.items():
-            if name not in known and not unused(name, self.config):
-                raise CheckpointError(f"{info.file}: {name}: unknown tensor, not part of GLM-5.3-Flash")
+        return known
+
+    def _verify_mtp(self) -> None:
+        layers = self.config.mtp_layers
+        if not layers:
+            raise CheckpointError(
+                f"{self.path}: no MTP layer (num_nextn_predict_layers is 0 in config.json), so nothing can be drafted; "
+                "leave --mtp out"
+            )
+        first = f"{BASE}.layers.{layers[0]}."
+        if not any(name.startswith(first) for name in self.tensors):
+            raise CheckpointError(
+                f"{self.path}: config.json names an MTP layer, but no file here holds a tensor {first}*; download the "
+                "checkpoint's MTP file (mtp.safetensors) too, or leave --mtp out"
+            )
+        self._check_all(expected_mtp(self.config), _Kernels((*MARKERS, "3inst"), tuple(range(1, 9))))
 
     def _check(self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None) -> TensorInfo:
         info = self.tensors.get(name)
