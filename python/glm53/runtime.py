@@ -10,14 +10,14 @@ exllamav3's modules meanwhile is not disturbed.
 
 from __future__ import annotations
 
-import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from . import _core
-from .checkpoint import Checkpoint, ExpertLinear, require_ram
+from .checkpoint import Checkpoint, ExpertLinear, TensorInfo, require_ram
 from .engine.protocol import Progress
 from .errors import CheckpointError, DeviceError
 
@@ -32,6 +32,19 @@ def open_cuda(index: int) -> Any:
         return _core.cuda_device(index)
     except RuntimeError as e:
         raise DeviceError(f"GPU {index} cannot be used: {e}") from None
+
+
+def read_tensors(checkpoint: Checkpoint, arena: Any, placed: Sequence[tuple[TensorInfo, int]], what: str) -> None:
+    """Read tensors to their offsets in an arena: in the files' order, in one call without the GIL. Raises
+    CheckpointError, with `what` in it, for a file that cannot be read or is not the one whose header was read."""
+    order = sorted(placed, key=lambda pair: (pair[0].file, pair[0].offset))
+    files = sorted({info.file for info, _ in order})
+    index = {path: i for i, path in enumerate(files)}
+    pieces = [(index[info.file], info.offset, at, info.nbytes) for info, at in order]
+    try:
+        arena.read_files([(str(path), checkpoint.file_version(path)) for path in files], pieces)
+    except RuntimeError as e:
+        raise CheckpointError(f"reading {what}: {e}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +65,10 @@ class ExpertLayout:
         return sum(-(-n // PART_ALIGN) * PART_ALIGN for n in self.part_bytes)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> ExpertLayout:
-        """The one layout all routed experts share. Raises CheckpointError if they differ (mixed bit rates)."""
+    def of(cls, checkpoint: Checkpoint, layers: tuple[int, ...]) -> ExpertLayout:
+        """The one layout the layers' routed experts share. Raises CheckpointError if they differ (mixed bit rates)."""
         found: dict[str, int] = {}
-        for layer in checkpoint.config.moe_layers:
+        for layer in layers:
             for linear in checkpoint.experts(layer):
                 info = linear.trellis
                 if found.setdefault(linear.which, info.nbytes) != info.nbytes:
@@ -69,16 +82,21 @@ class ExpertLayout:
 
 
 class PinnedExperts:
-    """Every routed expert's trellises in page-locked host memory, one arena per MoE layer, one copy in all."""
+    """Routed experts' trellises in page-locked host memory, one arena per MoE layer, one copy in all.
 
-    def __init__(self, checkpoint: Checkpoint, device: Any, progress: Progress) -> None:
+    `layers`: which MoE layers (default: all of the text model, without MTP layers).
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, device: Any, progress: Progress, layers: tuple[int, ...] | None = None
+    ) -> None:
         config = checkpoint.config
-        self.layers = config.moe_layers
+        self.layers = config.moe_layers if layers is None else layers
         self.experts = config.n_routed_experts
-        self.layout = ExpertLayout.of(checkpoint)
+        self.layout = ExpertLayout.of(checkpoint, self.layers)
         self.bytes = len(self.layers) * self.experts * self.layout.stride
         require_ram(self.bytes, "the routed experts, page-locked in host RAM,")
-        self._device, self._progress = device, progress
+        self._device, self._progress, self._checkpoint = device, progress, checkpoint
         self._read = 0
         self._total = sum(self.layout.part_bytes) * self.experts * len(self.layers)
         self._start_s = time.monotonic()
@@ -102,15 +120,9 @@ class PinnedExperts:
 
     def _fill(self, layer: int) -> None:
         arena = self._arenas[layer].result()
-        infos = sorted(((e.trellis, e) for e in self._tensors[layer]), key=lambda pair: (pair[0].file, pair[0].offset))
-        files = sorted({info.file for info, _ in infos})
-        stats = {path: os.stat(path) for path in files}
-        pieces = [(files.index(info.file), info.offset, self._offset(e), info.nbytes) for info, e in infos]
-        try:
-            arena.read_files([(str(path), (s.st_size, s.st_mtime_ns)) for path, s in stats.items()], pieces)
-        except RuntimeError as e:
-            raise CheckpointError(f"reading the experts of layer {layer}: {e}") from None
-        self._read += sum(info.nbytes for info, _ in infos)
+        placed = [(linear.trellis, self._offset(linear)) for linear in self._tensors[layer]]
+        read_tensors(self._checkpoint, arena, placed, f"the experts of layer {layer}")
+        self._read += sum(info.nbytes for info, _ in placed)
         self._times["wall_s"] = time.monotonic() - self._start_s
         self._progress("experts", min(1.0, self._read / self._total))
 

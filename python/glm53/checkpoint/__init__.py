@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from .memory import available_ram, require_ram
 from .model_config import ModelConfig
-from .reader import Checkpoint, Exl3Linear, ExpertLinear
+from .reader import MARKERS, Checkpoint, Exl3Linear, ExpertLinear
 from .safetensors_file import TensorInfo
 
-__all__ = ["Checkpoint", "Exl3Linear", "ExpertLinear", "ModelConfig", "TensorInfo", "available_ram", "require_ram"]
+__all__ = [
+    "MARKERS", "Checkpoint", "Exl3Linear", "ExpertLinear", "ModelConfig", "TensorInfo", "available_ram", "require_ram",
+]  # fmt: skip
