@@ -1,222 +1,172 @@
 #!/usr/bin/env python3
-"""One self-contained HTML page from the results in bench/results: tables, plots, and the command behind each figure.
+"""Pages from the results in bench/results: one HTML page with plots, or docs/results.md with every figure's origin.
 
     python3 bench/report.py [--results bench/results] [--out report.html]
+    python3 bench/report.py --markdown docs/results.md
 
-Reads every *.json there; nothing else goes in. A result is an object with `what`, `machine`, `versions`, `command`,
-`settings`, `raw` and `bars` (named figures). It may hold `plots`, a list of
-{"kind": "bars" | "lines" | "stack", "title": text, "unit": text, "x": [labels or numbers], "series": {name: [numbers]}}
-("stack" piles the series up, for time by cause); sweeps and training curves are drawn without being asked. Standard
-library only; the page needs no network and no script.
+Reads every *.json there, and every line of every *.jsonl; besides them only bench/bars.json (what each bar says, and
+the bars that are wanted but not measured yet) and bench/given.json (figures of the documents that are no measurements,
+with the file that states them). A result is an object with `what`, `machine`, `versions`, `command`, `settings`, `raw`
+and `bars`: {name: {"value", "want", "ok"}} or {name: value} for figures without a limit; a bar that bars.json does not
+explain brings its own "says" and "unit". How its raw figures are drawn: report_plots.py. Standard library only; the
+HTML page needs no network and no script.
 """
 
 from __future__ import annotations
 
 import argparse
-import html
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 260, 64, 42, 16
-COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#a16207", "#475569")
-STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1e293b}"
-    "table{border-collapse:collapse;margin:.5rem 0}"
-    "td,th{border:1px solid #cbd5e1;padding:.2rem .6rem;text-align:left}"
-    "td.n{text-align:right;font-variant-numeric:tabular-nums}"
-    "code{background:#f1f5f9;padding:.1rem .3rem;overflow-wrap:anywhere}"
-    "svg{max-width:100%;height:auto}section{margin-top:2.5rem}h2{border-bottom:1px solid #cbd5e1}small{color:#64748b}"
-)
+from report_markdown import Results, as_bar, machine_of, markdown, title_of, unmeasured, versions_of, wanted
+from report_plots import BadResult, Plot, draw, figure, plots_of, text
+
+HERE = Path(__file__).resolve().parent
+LIGHT = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#a16207", "#64748b")
+DARK = ("#60a5fa", "#fb923c", "#4ade80", "#c084fc", "#f87171", "#22d3ee", "#facc15", "#94a3b8")
+STYLE = """
+:root{--ink:#1e293b;--soft:#64748b;--line:#e2e8f0;--paper:#fff;--card:#f8fafc;--ok:#15803d;--bad:#b91c1c;COLOURS}
+@media (prefers-color-scheme:dark){:root{--ink:#e2e8f0;--soft:#94a3b8;--line:#334155;--paper:#0f172a;--card:#1e293b;
+--ok:#4ade80;--bad:#f87171;DARKS}}
+body{font:15px/1.5 system-ui,sans-serif;max-width:76rem;margin:2rem auto;padding:0 1.2rem;color:var(--ink);
+background:var(--paper)}
+h1{margin-bottom:.2rem}h2{margin:0 0 .3rem;font-size:1.25rem}h3{margin:.2rem 0 .4rem;font-size:.98rem;font-weight:600}
+section{margin-top:2.2rem;border-top:1px solid var(--line);padding-top:1.4rem}
+table{border-collapse:collapse;margin:.8rem 0}
+td,th{border-bottom:1px solid var(--line);padding:.28rem .9rem .28rem 0;text-align:left;vertical-align:top}
+th{color:var(--soft);font-weight:500}td.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.ok{color:var(--ok)}.bad{color:var(--bad);font-weight:600}.soft,small,figcaption{color:var(--soft)}
+code{background:var(--card);padding:.12rem .35rem;border-radius:4px;font-size:.87em;overflow-wrap:anywhere}
+.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(27rem,1fr));gap:1rem;margin-top:1rem}
+figure{margin:0;padding:.9rem 1rem;background:var(--card);border-radius:8px}figcaption{font-size:.82rem}
+svg{width:100%;height:auto;display:block}svg text{font:11.5px system-ui,sans-serif;fill:var(--ink)}
+svg .unit{fill:var(--soft)}svg .in{fill:var(--paper)}.grid{stroke:var(--line)}
+a{color:inherit}polyline{fill:none;stroke-width:2.2}
+"""
 
 
-class BadResult(Exception):
-    """A file is no result; the text names it."""
+def style() -> str:
+    """The page's style, with the colours of series as classes."""
+
+    def named(colours: Sequence[str]) -> str:
+        return "".join(f"--c{i}:{c};" for i, c in enumerate(colours))
+
+    classes = "".join(f".c{i}{{fill:var(--c{i})}}.l{i}{{stroke:var(--c{i})}}" for i in range(len(LIGHT)))
+    return STYLE.replace("COLOURS", named(LIGHT)).replace("DARKS", named(DARK)) + classes
 
 
-@dataclass
-class Plot:
-    """One picture; every series has as many values as x, None where there is none."""
-
-    kind: str
-    title: str
-    unit: str
-    x: list[Any]
-    series: dict[str, list[float | None]]
-
-    @classmethod
-    def read(cls, given: dict[str, Any], where: str) -> Plot:
-        try:
-            plot = cls(given["kind"], given["title"], given.get("unit", ""), list(given["x"]), dict(given["series"]))
-        except (KeyError, TypeError) as e:
-            raise BadResult(f"{where}: a plot lacks {e}") from None
-        if plot.kind not in ("bars", "lines", "stack") or any(len(v) != len(plot.x) for v in plot.series.values()):
-            raise BadResult(f"{where}: plot {plot.title!r} has an unknown kind or series of unequal length")
-        return plot
-
-
-def text(value: Any) -> str:
-    return html.escape(str(value))
-
-
-def figure(value: Any) -> str:
-    """A number as people read it: four significant digits, whole numbers whole."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return text(json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value)
-    if isinstance(value, int) or value == int(value):
-        return f"{int(value):,}"
-    return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.1f}"
-
-
-def top_of(plot: Plot) -> float:
-    """Upper end of the value axis."""
-    if plot.kind == "stack":
-        return max((sum(v[i] or 0 for v in plot.series.values()) for i in range(len(plot.x))), default=1) or 1
-    return max((v for values in plot.series.values() for v in values if v is not None), default=1) or 1
-
-
-def draw(plot: Plot) -> str:
-    """The plot as SVG, with a title that screen readers speak."""
-    high, wide = HEIGHT - BOTTOM - TOP, WIDTH - LEFT - 12
-    top = top_of(plot) * 1.05
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT + 20 * ((len(plot.series) + 2) // 3)}" role="img">']
-    parts.append(f"<title>{text(plot.title)}</title>")
-    for i in range(5):
-        y = TOP + high - high * i / 4
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - 12}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e2e8f0"/>')
-        parts.append(
-            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" font-size="11">{figure(top * i / 4)}</text>'
-        )
-    parts += lines(plot, high, wide, top) if plot.kind == "lines" else columns(plot, high, wide, top)
-    for i, name in enumerate(plot.series):
-        x, y = LEFT + (i % 3) * 190, HEIGHT + 14 + 20 * (i // 3)
-        parts.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{COLOURS[i % len(COLOURS)]}"/>')
-        parts.append(f'<text x="{x + 15}" y="{y}" font-size="12">{text(name)}</text>')
-    return "".join(parts) + "</svg>"
-
-
-def label(x: float, words: Any) -> str:
-    return f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle" font-size="11">{text(words)}</text>'
-
-
-def columns(plot: Plot, high: float, wide: float, top: float) -> list[str]:
-    """Bars side by side, or piled up for "stack"."""
-    parts, count = [], len(plot.series)
-    slot = wide / max(1, len(plot.x))
-    width = slot * 0.8 / (1 if plot.kind == "stack" else max(1, count))
-    for i, words in enumerate(plot.x):
-        base, parts_y = LEFT + slot * i + slot * 0.1, 0.0
-        for j, values in enumerate(plot.series.values()):
-            value = values[i]
-            if value is None:
-                continue
-            tall = high * value / top
-            x = base if plot.kind == "stack" else base + width * j
-            y = TOP + high - tall - parts_y
-            colour = COLOURS[j % len(COLOURS)]
-            shape = f'<rect x="{x:.1f}" y="{y:.1f}" width="{width * 0.94:.1f}" height="{tall:.1f}" fill="{colour}">'
-            parts.append(f"{shape}<title>{figure(value)} {text(plot.unit)}</title></rect>")
-            parts_y += tall if plot.kind == "stack" else 0
-        parts.append(label(base + slot * 0.4, words))
-    return parts
-
-
-def lines(plot: Plot, high: float, wide: float, top: float) -> list[str]:
-    """Lines over numeric x."""
-    numbers = [float(x) for x in plot.x]
-    low, span = min(numbers, default=0), (max(numbers, default=1) - min(numbers, default=0)) or 1
-    parts = []
-    for j, values in enumerate(plot.series.values()):
-        points = [
-            f"{LEFT + wide * (x - low) / span:.1f},{TOP + high - high * v / top:.1f}"
-            for x, v in zip(numbers, values, strict=True)
-            if v is not None
-        ]
-        colour = COLOURS[j % len(COLOURS)]
-        parts.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="2"/>')
-    return parts + [label(LEFT + wide * i / 4, figure(low + span * i / 4)) for i in range(5)]
-
-
-def own_plots(result: dict[str, Any]) -> list[Plot]:
-    """Plots of results whose shape is known: sweeps and training curves."""
-    raw, out = result["raw"], []
-    if not isinstance(raw, dict):
-        return out
-    for key, axis, title in (
-        ("prefill", "tokens", "Prefill by prompt length"),
-        ("decode", "streams", "Decode by streams"),
-    ):
-        cells = raw.get(key)
-        if isinstance(cells, list) and cells and "tok_s" in cells[0]:
-            out.append(Plot("bars", title, "tok/s", [c[axis] for c in cells], {"tok/s": [c["tok_s"] for c in cells]}))
-    curve = (raw.get("training") or {}).get("curve") if isinstance(raw.get("training"), dict) else None
-    if curve:
-        out.append(
-            Plot("lines", "Training loss by step", "nats", [c[0] for c in curve], {"loss": [c[2] for c in curve]})
-        )
-    return out
+def documents(path: Path) -> Iterator[tuple[str, Any]]:
+    """(name, content) of a JSON file, or of each line of a JSON lines file."""
+    content = path.read_text(encoding="utf-8")
+    if path.suffix == ".json":
+        yield path.name, json.loads(content)
+        return
+    for i, line in enumerate(content.splitlines(), 1):
+        yield f"{path.name}:{i}", json.loads(line)
 
 
 def load(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(file name, result) of every JSON file, by name. Raises BadResult."""
+    """(file name, result) of every result, by name. Raises BadResult."""
     out = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.jsonl")]):
         try:
-            result = json.loads(path.read_text(encoding="utf-8"))
-            missing = [k for k in ("what", "machine", "command", "raw") if k not in result]
+            for name, result in documents(path):
+                missing = [k for k in ("what", "machine", "command", "raw") if k not in result]
+                if missing:
+                    raise BadResult(f"{name}: lacks {', '.join(missing)}")
+                out.append((name, result))
         except (ValueError, TypeError) as e:
-            raise BadResult(f"{path}: {e}") from None
-        if missing:
-            raise BadResult(f"{path}: lacks {', '.join(missing)}")
-        out.append((path.name, result))
+            raise BadResult(f"{path.name}: {e}") from None
+    if not out:
+        raise BadResult(f"{folder}: no results (*.json, *.jsonl) here")
     return out
 
 
-def bars_table(rows: Sequence[tuple[str, Any, str]]) -> str:
-    body = "".join(f'<tr><td>{text(n)}</td><td class="n">{figure(v)}</td><td>{text(f)}</td></tr>' for n, v, f in rows)
-    return f"<table><tr><th>figure</th><th>value</th><th>from</th></tr>{body}</table>"
+def bars_table(bars: dict[str, Any], known: dict[str, Any]) -> str:
+    """Figures with their limits."""
+    body = []
+    for name, held in ((k, as_bar(v)) for k, v in bars.items()):
+        met = {True: '<td class="ok">met</td>', False: '<td class="bad">not met</td>'}.get(held.get("ok"), "<td></td>")
+        says, unit = (text(known.get(name, held).get(k, "")) for k in ("says", "unit"))
+        body += [
+            f'<tr><td>{text(name)}</td><td class="n">{text(figure(held["value"]))} {unit}</td>',
+            f'<td class="n soft">{text(wanted(held))}</td>{met}<td class="soft">{says}</td></tr>',
+        ]
+    heads = "".join(f"<th>{h}</th>" for h in ("figure", "value", "wanted", "", "what it says"))
+    return f"<table><tr>{heads}</tr>{''.join(body)}</table>"
 
 
-def section(name: str, result: dict[str, Any]) -> str:
-    versions = ", ".join(f"{k} {v}" for k, v in (result.get("versions") or {}).items())
-    parts = [f"<section><h2>{text(result['what'])}</h2><p><small>{text(name)} · {text(result['machine'])}"]
+def picture(plot: Plot) -> str:
+    """A plot with its title and note."""
+    note = f"<figcaption>{text(plot.note)}</figcaption>" if plot.note else ""
+    return f"<figure><h3>{text(plot.title)}</h3>{draw(plot)}{note}</figure>"
+
+
+def section(name: str, result: dict[str, Any], known: dict[str, Any]) -> str:
+    """One result: where it comes from, its plots, its bars."""
+    versions = versions_of(result)
+    parts = [f'<section id="{text(name)}"><h2>{text(title_of(result))}</h2>']
+    parts.append(f"<p><code>{text(result['command'])}</code><br>")
     parts.append(
-        f"{' · ' + text(versions) if versions else ''}</small></p><p><code>{text(result['command'])}</code></p>"
+        f"<small>{text(name)} · {text(machine_of(result))}{' · ' + text(versions) if versions else ''}</small></p>"
     )
-    if result.get("bars"):
-        parts.append(bars_table([(k, v, name) for k, v in result["bars"].items()]))
-    plots = [Plot.read(p, name) for p in result.get("plots", ())] + own_plots(result)
-    for plot in plots:
-        unit = f" ({text(plot.unit)})" if plot.unit else ""
-        parts.append(f"<h3>{text(plot.title)}{unit}</h3>{draw(plot)}")
+    plots = "".join(picture(p) for p in plots_of(result, name))
+    parts.append(f'<div class="plots">{plots}</div>' if plots else "")
+    parts.append(bars_table(result["bars"], known) if result.get("bars") else "")
     return "".join(parts) + "</section>"
 
 
-def page(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    every = [(k, v, name) for name, r in results for k, v in (r.get("bars") or {}).items()]
-    sections = "".join(section(name, r) for name, r in results)
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>glm53 results</title><style>{STYLE}</style>'
-    return f"{head}<h1>glm53 results</h1>{bars_table(every) if every else ''}{sections}</html>\n"
+def contents(results: Results) -> str:
+    """A line for each result, with how many of its limits are met."""
+    rows = []
+    for name, result in results:
+        limits = [b["ok"] for b in map(as_bar, (result.get("bars") or {}).values()) if "ok" in b]
+        style = "ok" if all(limits) else "bad"
+        count = f'<span class="{style}">{sum(limits)} of {len(limits)} limits met</span>' if limits else ""
+        rows.append(f'<li><a href="#{text(name)}">{text(title_of(result))}</a> {count}</li>')
+    return f"<ul>{''.join(rows)}</ul>"
+
+
+def page(results: Results, known: dict[str, Any]) -> str:
+    """The HTML page: what is not met and not measured, then every result, those of a GPU first."""
+    bars = {k: as_bar(v) for _, r in results for k, v in (r.get("bars") or {}).items()}
+    limits = [b["ok"] for b in bars.values() if "ok" in b]
+    failed = {k: b for k, b in bars.items() if b.get("ok") is False}
+    missing = "".join(
+        f'<tr><td>{text(k)}</td><td class="n soft">{text(v["wanted"])}</td><td class="soft">{text(v["says"])}</td></tr>'
+        for k, v in unmeasured(results, known).items()
+    )
+    ordered = sorted(results, key=lambda r: not (isinstance(r[1]["machine"], dict) and r[1]["machine"].get("gpu")))
+    parts = [
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>glm53 results</title><style>{style()}</style>'
+    ]
+    parts.append(f"<h1>glm53 results</h1><p class=soft>{sum(limits)} of {len(limits)} recorded limits are met.</p>")
+    parts.append(contents(ordered))
+    parts.append(f"<section><h2>Not met</h2>{bars_table(failed, known)}</section>" if failed else "")
+    parts.append(f"<section><h2>Not measured yet</h2><table>{missing}</table></section>" if missing else "")
+    parts += [section(name, result, known) for name, result in ordered]
+    return "".join(parts) + "</html>\n"
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--out", type=Path, default=Path("report.html"))
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--out", type=Path, default=Path("report.html"), help="the HTML page (default: %(default)s)")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the text page here, and no HTML")
     args = parser.parse_args(argv)
     try:
+        known, given = (json.loads((HERE / n).read_text(encoding="utf-8")) for n in ("bars.json", "given.json"))
         results = load(args.results)
-        if not results:
-            raise BadResult(f"{args.results}: no results (*.json) here")
-        made = page(results)
+        made = markdown(results, known, given) if args.markdown else page(results, known)
     except BadResult as e:
         print(f"report: {e}", file=sys.stderr)
         return 2
-    args.out.write_text(made, encoding="utf-8")
-    print(f"{args.out}: {len(results)} results, {len(made) // 1024} KiB")
+    out = args.markdown or args.out
+    out.write_text(made, encoding="utf-8")
+    print(f"{out}: {len(results)} results, {len(made) // 1024} KiB")
     return 0
 
 

@@ -18,7 +18,7 @@ BASE = {"what": "speed & <care>", "machine": "box", "versions": {"python": "3"},
 def make(folder: Path, *results: Any) -> subprocess.CompletedProcess[str]:
     for i, result in enumerate(results):
         (folder / f"r{i}.json").write_text(result if isinstance(result, str) else json.dumps(result))
-    command = [sys.executable, "-S", "-I", str(REPORT), "--results", str(folder), "--out", str(folder / "page.html")]
+    command = [sys.executable, "-S", "-E", str(REPORT), "--results", str(folder), "--out", str(folder / "page.html")]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -44,16 +44,16 @@ def test_figures_commands_and_plots_are_on_the_page(tmp_path: Path) -> None:
         "0.1235",
         "python3 bench/x.py --a 1",
         "Prefill by prompt length",
-        "700.5 tok/s",
+        "700.5 tokens/s",
         "Time of a token",
     ):
         assert wanted in page
-    assert "speed &amp; &lt;care&gt;" in page
+    assert "Speed &amp; &lt;care&gt;" in page
     assert "<care>" not in page
-    assert not re.search(r"(src|href)=|https?://|<script|@import", page)
-    heights = {v: float(h) for h, v in re.findall(r'height="([\d.]+)" fill="[^"]+"><title>(\d+) ms', page)}
+    assert not re.search(r"src=|href=\"[^#]|https?://|<script|@import|url\(", page)
+    heights = {v: float(h) for h, v in re.findall(r'height="([\d.]+)" class="c.">*<title>\w+: (\d+) ms', page)}
     assert heights["6"] == pytest.approx(3 * heights["2"], rel=0.01)
-    tops = sorted(float(y) for y in re.findall(r'<rect x="[\d.]+" y="([\d.]+)"[^>]+><title>\d+ ms', page))
+    tops = sorted(float(y) for y in re.findall(r'<rect x="[\d.]+" y="([\d.]+)"[^>]+><title>\w+: \d+ ms', page))
     assert tops[1] - tops[0] == pytest.approx(heights["2"], abs=0.2)  # piled up, not side by side
 
 
@@ -86,3 +86,82 @@ def test_no_results_is_an_error(tmp_path: Path) -> None:
     done = make(tmp_path)
     assert done.returncode == 2
     assert "no results" in done.stderr
+
+
+SIDES = {
+    "stock-8": {"decode1_tok_s": [20.0, 40.0], "decode4_tok_s": [50.0], "prefill_2048_s": [2.0]},
+    "stock-12": {"decode1_tok_s": [30.0], "decode4_tok_s": [45.0], "prefill_8192_s": [1.0]},
+    "floor": {"decode1_tok_s": [200.0], "decode4_tok_s": [400.0], "prefill_8192_s": [0.25]},
+    "ours": {
+        "decode1_tok_s": [100.0, 90.0], "decode4_tok_s": [160.0], "prefill_8192_s": [0.5], "moe_layers": 4,
+        "expert_bytes": 10_000_000, "link_gb_s": 50.0, "misses1": [{"ours": 5.0, "fixed": 4.0, "unique": 8.0}],
+        "misses4": [{"ours": 20.0, "fixed": 18.0, "unique": 30.0}],
+    },
+}  # fmt: skip
+
+
+def plots(raw: Any) -> dict[str, Any]:
+    """Plots by title."""
+    sys.path.insert(0, str(REPORT.parent))
+    try:
+        import report_plots
+    finally:
+        sys.path.remove(str(REPORT.parent))
+    return {p.title: p for p in report_plots.plots_of({"raw": raw}, "r.json")}
+
+
+def test_a_side_by_side_run_is_drawn_against_stock_and_the_floor() -> None:
+    found = plots(SIDES)
+    decode = found["Decode against stock, all streams together"]
+    assert decode.x == ["1 stream", "4 streams"]
+    wanted = {"stock exllamav3": [40.0, 50.0], "glm53 exact": [100.0, 160.0], "every expert in VRAM": [200.0, 400.0]}
+    assert decode.series == wanted
+    prefill = next(p for title, p in found.items() if title.startswith("Prefill against stock"))
+    assert prefill.series == {"stock exllamav3": [1.0], "glm53 exact": [0.5], "every expert in VRAM": [0.25]}
+
+
+def test_time_per_layer_is_piled_up_by_cause() -> None:
+    pile = plots(SIDES)["Time per MoE layer of a decode step, by cause"]
+    assert pile.kind == "stack"
+    compute, moved, whole = pile.series.values()
+    assert compute[0] == pytest.approx(1e6 / 200 / 4)
+    assert moved[0] == pytest.approx(5 * 10e6 / 50e9 * 1e6)
+    assert whole == [None, pytest.approx(1e6 / 100 / 4), None, pytest.approx(4e6 / 160 / 4)]
+    given = plots({"layer_us": {"fast": {"PCIe": 30.0, "CPU": 20.0}, "exact": {"PCIe": 50.0, "other": 1.0}}})
+    assert next(iter(given.values())).series == {"PCIe": [30.0, 50.0], "CPU": [20.0, None], "other": [None, 1.0]}
+
+
+def test_hit_rate_and_delivery_are_curves() -> None:
+    hits = plots({"hit_rate": {"cold": [[0, 0.0], [64, 0.3]], "warm": [[64, 0.4]]}})
+    assert hits["Hit rate of the expert cache over time"].series == {"cold": [0.0, 0.3], "warm": [None, 0.4]}
+    half = {"curve": [[0.0, 0.0], [0.5, 0.25], [1.0, 1.0]]}  # half speed, then all the rest
+    curve = plots({"streams": [half]})["Delivery: share of the text by share of the time"]
+    assert curve.series["steady"] == curve.x
+    late = dict(zip(curve.x, curve.series["stream 0"], strict=True))
+    assert (late[0.48], late[0.5], late[0.98], late[1.0]) == (0.0, 0.25, 0.25, 1.0)
+
+
+def test_the_value_axis_is_round_and_covers_the_values() -> None:
+    plots({})
+    import report_plots
+
+    for top in (0.0, 0.004, 0.7, 1.0, 38.15, 99.0, 440540.3):
+        scale = report_plots.ticks(top)
+        assert scale[0] == 0
+        assert top <= scale[-1] <= max(2 * top, 1.0)
+        assert 2 <= len(scale) <= 7
+
+
+def test_json_lines_are_results_too(tmp_path: Path) -> None:
+    lines = [json.dumps({**BASE, "what": f"policy {i}", "raw": {}, "bars": {"hit_rate": 0.25 + i}}) for i in range(2)]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines) + "\n")
+    assert make(tmp_path).returncode == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "Policy 0" in page
+    assert "1.25" in page
+
+
+def test_a_raw_figure_of_the_wrong_shape_is_named(tmp_path: Path) -> None:
+    done = make(tmp_path, {**BASE, "raw": {"hit_rate": {"a": 3}}})
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert "r0.json" in done.stderr

@@ -1,0 +1,172 @@
+"""docs/results.md from the results: what is not met, what is not measured, and each figure with its origin.
+
+`quotable` is every figure that the documents may state, with its unit: the bars and the values of the plots.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from report_plots import figure, plots_of
+
+Results = Sequence[tuple[str, dict[str, Any]]]
+
+HEAD = """# Results
+
+<!-- Made by `python3 bench/report.py --markdown docs/results.md` from bench/results; a test compares. -->
+
+Every figure that the documents of this repository state is here, with the command that made it, the machine, the day
+and the versions; the raw figures are in the file of [bench/results](../bench/results) named beside it. A bar is a
+figure with a limit that was set before it was measured. `python3 bench/report.py` draws the same files as plots.
+"""
+NAMES = {"tok/s": "tokens/s", "times": "x", "×": "x", "seconds": "s", "µs": "us"}
+
+
+def markdown(results: Results, known: dict[str, Any], given: Sequence[dict[str, str]]) -> str:
+    """The page."""
+    bars = [(k, as_bar(v), name) for name, r in results for k, v in (r.get("bars") or {}).items()]
+    limits = [b for _, b, _ in bars if "ok" in b]
+    parts = [HEAD, f"{sum(b['ok'] for b in limits)} of {len(limits)} recorded bars are met.\n"]
+    parts.append("## Not met\n\n" + (not_met(bars, known) or "Nothing that was measured.\n"))
+    parts.append("## Not measured yet\n\n" + (not_measured(unmeasured(results, known)) or "Nothing that is wanted.\n"))
+    parts += [section(name, result, known) for name, result in results]
+    rows = [[g["figure"], g["is"], f"`{g['source']}`"] for g in given]
+    parts.append("## Figures that are no measurements\n\nSizes, requirements and settings.\n")
+    parts.append(table(["figure", "what it is", "stated in"], rows))
+    return "\n".join(parts)
+
+
+def as_bar(value: Any) -> dict[str, Any]:
+    """A bar, also where only a figure was recorded."""
+    return value if isinstance(value, dict) and "value" in value else {"value": value}
+
+
+def wanted(bar: dict[str, Any]) -> str:
+    """The limit with its direction, which a bare number leaves to the verdict beside it."""
+    want, value = bar.get("want", ""), bar["value"]
+    if isinstance(want, bool | str):
+        return figure(want)
+    below = bar.get("less_is_better", (value < want) == bar["ok"] and value != want)
+    return f"{'<=' if below else '>='} {figure(want)}"
+
+
+def unmeasured(results: Results, known: dict[str, Any]) -> dict[str, Any]:
+    """Bars that are wanted and in no result."""
+    recorded = {k for _, r in results for k in r.get("bars") or {}}
+    return {k: v for k, v in known.items() if v.get("wanted") and k not in recorded}
+
+
+def title_of(result: dict[str, Any]) -> str:
+    return str(result["what"][:1].upper() + result["what"][1:])
+
+
+def versions_of(result: dict[str, Any]) -> str:
+    return ", ".join(f"{k} {v}" for k, v in (result.get("versions") or {}).items())
+
+
+def cell(words: Any) -> str:
+    return str(words).replace("|", "\\|").replace("\n", " ")
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    return "\n".join(lines + [f"| {' | '.join(cell(c) for c in row)} |" for row in rows]) + "\n"
+
+
+def bar_row(name: str, bar: dict[str, Any], known: dict[str, Any]) -> list[str]:
+    """Name, value, limit, what it says."""
+    told = known.get(name, bar)
+    value = f"{figure(bar['value'])} {told.get('unit', '')}".strip()
+    return [name, value, wanted(bar) if "want" in bar else "", told.get("says", "")]
+
+
+def not_met(bars: Sequence[tuple[str, dict[str, Any], str]], known: dict[str, Any]) -> str:
+    rows = [[*bar_row(key, bar, known), f"`{name}`"] for key, bar, name in bars if bar.get("ok") is False]
+    return table(["bar", "value", "wanted", "what it says", "from"], rows) if rows else ""
+
+
+def not_measured(missing: dict[str, Any]) -> str:
+    rows = [[k, v["wanted"], v["says"], f"`{v['command']}`" if v["command"] else "-"] for k, v in missing.items()]
+    return table(["bar", "wanted", "what it says", "command"], rows) if rows else ""
+
+
+def machine_of(result: dict[str, Any]) -> str:
+    """The machine in words; what it was doing besides is in the file."""
+    machine = result["machine"]
+    if not isinstance(machine, dict):
+        return str(machine)
+    parts = []
+    for key, value in machine.items():
+        number = re.search(r"\d+\.\d+\.\d+", str(value))
+        parts += {
+            "gpu": [str(value) if value else "no GPU"],
+            "cpu": [str(value)],
+            "driver": [f"driver {number.group()}"] if number else [],
+            "cpus": [f"{value} logical CPUs"],
+            "logical_cpus": [f"{value} logical CPUs"],
+            "load_average": [],
+        }.get(key, [f"{value / 1e9:.0f} GB of RAM" if key.endswith("_bytes") else f"{key.replace('_', ' ')} {value}"])
+    return ", ".join(parts)
+
+
+def section(name: str, result: dict[str, Any], known: dict[str, Any]) -> str:
+    """One result: its origin, its bars, the figures of its plots."""
+    day = re.match(r"\d{4}-\d\d-\d\d", name)
+    origin = [("command", f"`{result['command']}`"), ("file", f"`{name}`"), ("day", day.group() if day else "-"),
+              ("machine", machine_of(result)), ("versions", versions_of(result))]  # fmt: skip
+    parts = [f"## {title_of(result)}\n", table(["", ""], [[k, v] for k, v in origin if v])]
+    rows = []
+    for key, bar in ((k, as_bar(v)) for k, v in (result.get("bars") or {}).items()):
+        *figures, says = bar_row(key, bar, known)
+        rows.append([*figures, {True: "yes", False: "**no**"}.get(bar.get("ok"), ""), says])
+    if rows:
+        parts.append(table(["bar", "value", "wanted", "met", "what it says"], rows))
+    for plot in plots_of(result, name):
+        if len(plot.x) > 12:  # a curve: the HTML page shows it
+            continue
+        heads = [f"{plot.title}, {plot.unit}" if plot.unit else plot.title, *plot.series]
+        body = [[str(x).replace("\n", " ") or "all"] for x in plot.x]
+        for values in plot.series.values():
+            for row, value in zip(body, values, strict=True):
+                row.append("" if value is None else figure(value))
+        parts.append(table(heads, body))
+    return "\n".join(parts)
+
+
+def quotable(results: Results, known: dict[str, Any]) -> Iterator[tuple[float, str]]:
+    """(value, unit) of every figure on the page; shares also as %."""
+    for name, result in results:
+        for key, value in (result.get("bars") or {}).items():
+            held = as_bar(value)
+            yield from spoken(held["value"], known.get(key, held).get("unit", ""))
+        for plot in plots_of(result, name):
+            for values in plot.series.values():
+                for value in values:
+                    yield from spoken(value, plot.unit)
+
+
+def spoken(value: Any, unit: str) -> Iterator[tuple[float, str]]:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value), unit
+        if unit in ("", "share", "x"):
+            yield 100 * value, "%"
+
+
+FIGURE = re.compile(
+    r"(?<![\w.,/-])(\d[\d,]*(?:\.\d+)?)\s?"
+    r"(GB/s|GiB|GB|MiB|MB|kB|KiB|TB|ms|us|µs|tokens/s|tok/s|bpw|nats|seconds|minutes|hours|times|percent|%|×|x|s|h)(?![\w/])"
+)
+
+
+def figures_in(words: str) -> list[tuple[str, str, str]]:
+    """(as written, number, unit) of every number with a unit or ratio in a text."""
+    return [(" ".join(m.group().split()), m.group(1).replace(",", ""), NAMES.get(m.group(2), m.group(2)))
+            for m in FIGURE.finditer(words)]  # fmt: skip
+
+
+def is_measured(number: str, unit: str, known: Sequence[tuple[float, str]]) -> bool:
+    """Whether a recorded figure of that unit rounds to the number as it is written."""
+    decimals = len(number.partition(".")[2])
+    return any(u == unit and round(v, decimals) == float(number) for v, u in known)

@@ -1,0 +1,77 @@
+"""docs/results.md is what the results give, and every figure that the documents state is on it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGE = ROOT / "docs" / "results.md"
+AGAIN = "run: python3 bench/report.py --markdown docs/results.md"
+sys.path.insert(0, str(ROOT / "bench"))
+
+import report  # noqa: E402
+import report_markdown  # noqa: E402
+
+KNOWN = json.loads((ROOT / "bench/bars.json").read_text())
+GIVEN = json.loads((ROOT / "bench/given.json").read_text())
+RESULTS = report.load(ROOT / "bench/results")
+BARS = {k: report_markdown.as_bar(b) for _, r in RESULTS for k, b in (r.get("bars") or {}).items()}
+
+
+def unproved(words: str) -> list[str]:
+    """Figures with a unit or ratio that no result and no stated size or setting gives."""
+    measured = list(report_markdown.quotable(RESULTS, KNOWN))
+    stated = {g["figure"] for g in GIVEN}
+    return [
+        written
+        for written, number, unit in report_markdown.figures_in(words)
+        if written not in stated and not report_markdown.is_measured(number, unit, measured)
+    ]
+
+
+def test_the_page_is_what_the_results_give() -> None:
+    assert PAGE.read_text() == report_markdown.markdown(RESULTS, KNOWN, GIVEN), AGAIN
+
+
+def test_the_page_says_what_is_not_met_and_what_is_not_measured() -> None:
+    page = PAGE.read_text()
+    head = page.split("## Figures that are no measurements")[0]
+    failed = [k for k, b in BARS.items() if b.get("ok") is False]
+    for name in failed:
+        assert f"| {name} |" in page.split("## Not met")[1].split("## Not measured yet")[0]
+    for name in {k for k, v in KNOWN.items() if "wanted" in v} - set(BARS):
+        assert f"| {name} |" in head.split("## Not measured yet")[1]
+
+
+def test_every_recorded_bar_is_explained() -> None:
+    """In bench/bars.json, or by the result itself."""
+    assert {k for k, b in BARS.items() if "says" not in KNOWN.get(k, b)} == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_every_figure_of_a_document_is_recorded(document: Path) -> None:
+    """Record it in bench/results (its unit is in bench/bars.json); what is no measurement goes to bench/given.json."""
+    if document != PAGE:
+        assert unproved(document.read_text()) == []
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=lambda g: g["figure"])
+def test_a_stated_figure_is_in_its_source(given: dict[str, Any]) -> None:
+    assert given["there"] in (ROOT / given["source"]).read_text()
+
+
+def test_a_figure_out_of_nowhere_is_found() -> None:
+    assert unproved("It decodes 77.7 tok/s, 9.99x stock's speed, in 123 ms.") == ["77.7 tok/s", "9.99x", "123 ms"]
+
+
+def test_a_recorded_figure_may_be_rounded_but_not_changed() -> None:
+    ratio = BARS["exact.decode1_vs_stock"]["value"]
+    assert unproved(f"{ratio:.2f}x, {ratio:.1f} times") == []
+    assert unproved(f"{ratio + 0.02:.2f}x") == [f"{ratio + 0.02:.2f}x"]
+    assert unproved(f"{ratio:.2f} GB/s") == [f"{ratio:.2f} GB/s"]
