@@ -51,10 +51,15 @@ std::byte* map_aligned(std::size_t bytes, const std::string& name) {
     return data;
 }
 
-// Makes all pages of a block. A kernel that does not know or does not allow this leaves it to page-locking.
+// Makes all pages of a block, which is a multiple of huge pages, one of those a call: the kernel holds the lock on the
+// process' mappings for a whole call, and every other thread that maps memory (any large allocation) waits for it. A
+// kernel that does not know or does not allow this leaves it to page-locking.
 void populate(std::byte* data, std::size_t bytes, const std::string& name) {
-    if (madvise(data, bytes, kPopulateWrite) == 0 || errno != ENOMEM) return;
-    throw ArenaError("arena '" + name + "': no room for " + bytes_text(bytes) + " in RAM: " + errno_text(errno));
+    for (std::size_t at = 0; at < bytes; at += kHugePageBytes) {
+        if (madvise(data + at, kHugePageBytes, kPopulateWrite) == 0) continue;
+        if (errno != ENOMEM) return;
+        throw ArenaError("arena '" + name + "': no room for " + bytes_text(bytes) + " in RAM: " + errno_text(errno));
+    }
 }
 
 class File {
