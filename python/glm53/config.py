@@ -127,6 +127,14 @@ class Settings:
         "streams that decode together in one step",
         flags=("--autosplit-max-batch-size", "-ambs", "--autosplit_max_batch_size"),
     )
+    mtp: int = setting(
+        0,
+        values.integer(0, 7),
+        "engine",
+        "tokens a step that the checkpoint's MTP layer drafts while that measures faster (fast mode on a GPU); 0 = off",
+        unit="tokens",
+        flags=("--mtp",),
+    )
 
     # server
     host: str = setting("127.0.0.1", values.text, "server", "address to listen on; 0.0.0.0 for all", flags=("--host",))
@@ -195,6 +203,14 @@ class Settings:
         "worker threads; auto = one a CPU of ct_cpus",
         flags=("--ct-threads",),
     )
+    ct_a: float | None = setting(
+        None,
+        values.auto(values.number(0)),
+        "CPU tier",
+        "cost of handing a layer's work to the CPU and taking its sum back; auto = measured at load",
+        unit="ms",
+        flags=("--ct-a",),
+    )
     ct_b: float | None = setting(
         None,
         values.auto(values.number(0, above=True)),
@@ -202,6 +218,22 @@ class Settings:
         "cost of one expert on the CPU; auto = measured at load",
         unit="ms",
         flags=("--ct-b",),
+    )
+    ct_t: float | None = setting(
+        None,
+        values.auto(values.number(0, above=True)),
+        "CPU tier",
+        "cost of one expert over PCIe; auto = measured at load",
+        unit="ms",
+        flags=("--ct-t",),
+    )
+    ct_g: float | None = setting(
+        None,
+        values.auto(values.number(0)),
+        "CPU tier",
+        "cost of a layer's experts in VRAM; auto = derived from a copy measured at load",
+        unit="ms",
+        flags=("--ct-g",),
     )
     isa: Literal["scalar", "avx2", "avx512"] | None = setting(
         None,

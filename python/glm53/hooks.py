@@ -1,8 +1,10 @@
 """The one place that patches exllamav3: what is replaced, how it is checked first, and how it is put back.
 
 Replaced, on instances only (no class or module of exllamav3 changes):
-  `config.stc.get_tensor`       while a model loads: trellises of routed experts are answered with aliases of our arenas
+  `config.stc.get_tensor`       while a model loads: tensors of routed experts are answered by us (trellises: aliases of
+                                our arenas)
   `BlockSparseMLP.routing_fn`   of every MoE layer: after the router, before the experts' kernels
+  `BlockSparseMLP.forward`      of every MoE layer, in fast mode only: after the experts' kernels
   `Model.forward`, `.prefill`   bracketed, so that a long prompt's staging can begin before its first layer
 States of a Patch: new -> installed (`install`) -> undone (`undo`). A model carries at most one patch.
 """
@@ -12,24 +14,31 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from .errors import DeviceError, EngineError
 
 VERSION = "1.5.1"
 MAX_DECODE_ROWS = 8
-EXPERT_KEY = re.compile(r"\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.trellis$")
+EXPERT_KEY = re.compile(r"\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.(trellis|suh|svh|mul1|mcg)$")
 _MARK = "_glm53_patch"
 _MISSING = object()
 
-Route = Callable[[int, int, Any, dict[str, Any]], None]
-"""`route(moe_layer, rows, selected_experts, params)`: moe_layer counts MoE layers from 0."""
-Bracket = Callable[[int], AbstractContextManager[None]]
-"""`bracket(tokens)` surrounds one forward pass over that many tokens."""
-Answer = Callable[[int, int, str], Any]
-"""`answer(model_layer, expert, part)`: the tensor that stands for that trellis."""
+Routed = tuple[Any, Any, Any]
+"""What a router chose and from what: picks (rows, k) int64, weights (rows, k) float16, x (rows, hidden) float16, which
+the experts will read too."""
+Route = Callable[[int, int, Routed, dict[str, Any]], None]
+"""`route(moe_layer, rows, routed, params)`: moe_layer counts MoE layers from 0."""
+Combine = Callable[[int, Any], None]
+"""`combine(moe_layer, out)`: out (..., hidden) float32 is the layer's output, to be added to in place."""
+Bracket = Callable[[int, bool], AbstractContextManager[None]]
+"""`bracket(tokens, decode)` surrounds one forward pass over that many tokens; decode: a step of the generator, which
+continues what is in the cache."""
+Answer = Callable[[int, int, str, str], Any]
+"""`answer(model_layer, expert, part, kind)`: the tensor that stands for that one (kind: trellis, suh, svh, or the
+codebook's marker), or None for one that exllamav3 shall load itself."""
 
 
 def import_exllamav3() -> Any:
@@ -67,6 +76,7 @@ def verify_module(exllamav3: Any) -> None:
     )
     expected = {
         "routing_dots": (routing.routing_dots, ["bsz", "cfg", "y", "params"]),
+        "BlockSparseMLP.forward": (moe.BlockSparseMLP.forward, ["self", "x", "params", "out_dtype"]),
         "Model.forward": (exllamav3.Model.forward, ["self", "input_ids", "params"]),
         "Model.prefill": (exllamav3.Model.prefill, ["self", "input_ids", "params"]),
         "SafetensorsCollection.get_tensor": (
@@ -115,8 +125,42 @@ def verify_layers(modules: list[Any], experts: int) -> None:
             raise EngineError(f"{m.key}: unexpected address tables")
 
 
+_BETWEEN = (
+    "router_pre_norm", "routed_pre_norm", "routed_post_norm", "shared_experts_post_norm", "latent_in", "latent_out",
+    "routing_device",
+)  # fmt: skip
+
+
+def verify_split(modules: list[Any], limit: float) -> None:
+    """Check that another lane may compute some of a layer's picks: that its kernels leave out a pick whose weight is 0,
+    that the experts read what the router read, and that nothing but additions follows the routed sum. `limit`: the
+    SwiGLU clamp of the checkpoint. Raises EngineError naming the layer."""
+    for m in modules:
+        extra = next((name for name in _BETWEEN if getattr(m, name, None) is not None), None)
+        if extra or m.alt_residual_channel or m.tp_reduce:
+            raise EngineError(f"{m.key}: {extra or 'the residual path'} is not one that a CPU lane can stand beside")
+        if (m.activation_fn, float(m.act_limit)) != ("silu", float(limit)):
+            found = f"{m.activation_fn} clamped at {m.act_limit:g}"
+            raise EngineError(f"{m.key}: its experts compute {found}, those of the CPU lane silu clamped at {limit:g}")
+
+
+@contextmanager
+def unfilled_embeddings() -> Iterator[None]:
+    """New `torch.nn.Embedding`s are not filled with random numbers while this is entered. exllamav3 makes its own on
+    the meta device and gives it the loaded weight: nothing is there to fill, but torch imports torch._dynamo for that,
+    a second or two of Python on the loading thread."""
+    import torch
+
+    original = torch.nn.Embedding.reset_parameters
+    torch.nn.Embedding.reset_parameters = lambda self: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Embedding.reset_parameters = original  # type: ignore[method-assign]
+
+
 class TrellisSource:
-    """Answers exllamav3's loader for routed experts' trellises while it is entered."""
+    """Answers exllamav3's loader for routed experts' tensors while it is entered."""
 
     def __init__(self, stc: Any, answer: Answer) -> None:
         self._stc, self._answer = stc, answer
@@ -130,7 +174,7 @@ class TrellisSource:
         @functools.wraps(original)
         def get_tensor(key: str, *args: Any, **kwargs: Any) -> Any:
             match = EXPERT_KEY.search(key)
-            tensor = self._answer(int(match[1]), int(match[2]), match[3]) if match else None
+            tensor = self._answer(int(match[1]), int(match[2]), match[3], match[4]) if match else None
             if tensor is None:
                 return original(key, *args, **kwargs)
             self.answered += 1
@@ -146,8 +190,11 @@ class TrellisSource:
 class Patch:
     """The hooks of one loaded model. Use `install` and `undo`."""
 
-    def __init__(self, model: Any, modules: list[Any], route: Route, bracket: Bracket) -> None:
+    def __init__(
+        self, model: Any, modules: list[Any], route: Route, bracket: Bracket, combine: Combine | None = None
+    ) -> None:
         self._model, self._modules, self._route, self._bracket = model, modules, route, bracket
+        self._combine = combine
         self._saved: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
@@ -157,8 +204,10 @@ class Patch:
         try:
             for index, module in enumerate(self._modules):
                 self._replace(module, "routing_fn", self._routed(index, module.routing_fn))
+                if self._combine is not None:
+                    self._replace(module, "forward", self._combined(index, module.forward, self._combine))
             for name in ("forward", "prefill"):
-                self._replace(self._model, name, self._bracketed(getattr(self._model, name)))
+                self._replace(self._model, name, self._bracketed(getattr(self._model, name), name == "forward"))
             self._replace(self._model, _MARK, self)
         except BaseException:
             self.undo()
@@ -185,17 +234,33 @@ class Patch:
         @functools.wraps(original)
         def routing_fn(bsz: int, cfg: Any, y: Any, params: dict[str, Any]) -> Any:
             selected, weights = original(bsz, cfg, y, params)
-            self._route(index, bsz, selected, params)
+            self._route(index, bsz, (selected, weights, y), params)
             return selected, weights
 
         return routing_fn
 
-    def _bracketed(self, original: Any) -> Any:
+    @staticmethod
+    def _combined(index: int, original: Any, combine: Combine) -> Any:
+        """The layer's float32 sum is completed before it takes the dtype that the caller asks for."""
+
+        @functools.wraps(original)
+        def forward(x: Any, params: dict[str, Any], out_dtype: Any = None) -> Any:
+            out = original(x, params)
+            combine(index, out)
+            return out if out_dtype is None else out.to(out_dtype)
+
+        return forward
+
+    def _bracketed(self, original: Any, may_decode: bool) -> Any:
+        """The generator decodes through `forward` with a cache; it reads prompts through `prefill`, and passes without
+        a cache are measurements. A draft model has prompts read through `forward` too, for their last tokens."""
         bracket = self._bracket
 
         @functools.wraps(original)
         def forward(input_ids: Any, params: dict[str, Any] | None = None) -> Any:
-            with bracket(input_ids.numel()):
+            known = params or {}
+            decode = may_decode and known.get("cache") is not None and "last_tokens_only" not in known
+            with bracket(input_ids.numel(), decode):
                 return original(input_ids, params)
 
         return forward

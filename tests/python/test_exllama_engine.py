@@ -295,15 +295,16 @@ def test_the_verify_command_moves_experts_and_finds_a_damaged_one(
 
     def damaging(loaded: Any, *rest: Any) -> None:
         churn(loaded, *rest)
-        table = loaded.model.moe[0].multi_up.ptrs_trellis
-        homes = loaded.store.arena(loaded.store.layers[0]).address, loaded.store.bytes
-        inside = [int(a) for a in table if not homes[0] <= int(a) < homes[0] + homes[1] // len(loaded.store.layers)]
+        arenas = [loaded.store.arena(layer) for layer in loaded.store.layers]
+        homes = [(a.address, a.address + a.bytes) for a in arenas]
+        entries = [int(a) for m in loaded.model.moe for a in m.multi_up.ptrs_trellis]
+        inside = [a for a in entries if not any(first <= a < last for first, last in homes)]
         ctypes.memset(inside[0] + 5, ctypes.string_at(inside[0] + 5, 1)[0] ^ 1, 1)
 
     monkeypatch.setattr(tools, "churn", damaging)
     assert tools.verify(settings, args) == 1
     bad = capsys.readouterr()
-    assert re.search(r"DAMAGED: 1 parts .* first slot \d, MoE layer 0, expert \d+, up ", bad.out + bad.err)
+    assert re.search(r"DAMAGED: 1 parts .* first slot \d, MoE layer \d, expert \d+, up ", bad.out + bad.err)
 
 
 def test_a_smaller_kv_cache_leaves_more_slots_and_less_vram_fails_clearly(engines: Any, cuda: Any) -> None:
@@ -337,6 +338,36 @@ def test_stop_ids_logprobs_and_cancel(engines: Any) -> None:
 
     asyncio.run(run())
     assert engine.stats()["running"] == 0
+
+
+def test_cached_tokens_are_known_from_the_start_also_to_a_stream_that_is_cancelled(engines: Any) -> None:
+    engine = engines(LoadOptions(max_slots=8))
+    prompt = [5 + i % 200 for i in range(600)]
+
+    async def run() -> list[int]:
+        cached = []
+        for ends_early in (False, False, True):
+            stream = engine.submit(GenerationRequest("c", prompt, 4, sampling=GREEDY))
+            async for _ in stream:
+                if ends_early:
+                    stream.cancel()
+            cached.append(stream.usage.cached_tokens)
+        return cached
+
+    assert asyncio.run(run()) == [0, 512, 512]
+
+
+def test_log_probabilities_count_the_paddings_logits_too(engines: Any) -> None:
+    """exllamav3 masks the padding in place before it hands the logits out; scoring does not, and both must agree."""
+    engine = engines(LoadOptions(max_slots=8))
+
+    async def run() -> None:
+        request = GenerationRequest("l", [3, 4], 1, sampling=GREEDY, top_logprobs=0)
+        [token] = [t async for d in engine.submit(request) for t in d.tokens]
+        [_, _, score] = await engine.score([3, 4, token.id], 0)
+        assert token.logprob == pytest.approx(score.logprob, abs=2e-5)
+
+    asyncio.run(run())
 
 
 def test_score_is_the_log_softmax_of_the_model(engines: Any) -> None:

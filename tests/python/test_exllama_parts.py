@@ -17,9 +17,12 @@ from exllama_helpers import TINY, use_fakes
 from glm53 import _core, hooks
 from glm53.checkpoint import Checkpoint
 from glm53.engine.exllama import pins, warm
+from glm53.engine.exllama.expert_tensors import ExpertTensors
 from glm53.engine.exllama.jobs import ROUND_TOKENS, score_rows, slices, token_budget
+from glm53.engine.exllama.loader import quiet_gc
 from glm53.engine.exllama.passes import activation_bytes, stage_threshold
 from glm53.engine.exllama.sampling import make_filter, make_sampler, penalise
+from glm53.engine.exllama.scales import ExpertScales
 from glm53.engine.protocol import SamplingParams
 from glm53.errors import CheckpointError, ConfigError, DeviceError, EngineError
 from glm53.runtime import PARTS, PinnedExperts
@@ -61,20 +64,21 @@ def test_patch_calls_the_hooks_and_undo_restores_everything(exllamav3: Any) -> N
     routed, brackets = [], []
 
     @contextmanager
-    def bracket(tokens: int) -> Any:
-        brackets.append(tokens)
+    def bracket(tokens: int, decode: bool) -> Any:
+        brackets.append((tokens, decode))
         yield
 
     originals = [m.routing_fn for m in model.moe]
-    patch = hooks.Patch(model, model.moe, lambda layer, rows, selected, params: routed.append((layer, rows)), bracket)
+    patch = hooks.Patch(model, model.moe, lambda layer, rows, routed_, params: routed.append((layer, rows)), bracket)
     patch.install()
     with pytest.raises(EngineError, match="patched already"):
-        hooks.Patch(model, model.moe, lambda *a: None, lambda n: nullcontext()).install()
+        hooks.Patch(model, model.moe, lambda *a: None, lambda *a: nullcontext()).install()
     model.forward(input_ids=torch.tensor([[1, 2, 3]]), params={})
     model.prefill(torch.tensor([[1, 2]]))
     layers = len(model.moe)
     assert routed == [(i, 3) for i in range(layers)] + [(i, 2) for i in range(layers)]
-    assert brackets == [3, 2]
+    assert brackets == [(3, False), (2, False)]
+    assert not any("forward" in vars(m) for m in model.moe)
     patch.undo()
     patch.undo()
     assert [m.routing_fn for m in model.moe] == originals
@@ -88,7 +92,7 @@ def test_a_patch_that_fails_half_way_is_taken_back(exllamav3: Any) -> None:
     original = model.moe[0].routing_fn
     broken = SimpleNamespace()  # has no routing_fn
     with pytest.raises(AttributeError):
-        hooks.Patch(model, [model.moe[0], broken], lambda *a: None, lambda n: nullcontext()).install()
+        hooks.Patch(model, [model.moe[0], broken], lambda *a: None, lambda *a: nullcontext()).install()
     assert model.moe[0].routing_fn is original
 
 
@@ -114,20 +118,20 @@ def test_trellis_source_answers_routed_experts_only(exllamav3: Any) -> None:
     mine = torch.zeros(3, dtype=torch.int16)
     asked = []
 
-    def answer(layer: int, expert: int, part: str) -> Any:
-        asked.append((layer, expert, part))
+    def answer(layer: int, expert: int, part: str, kind: str) -> Any:
+        asked.append((layer, expert, part, kind))
         return None if layer == 2 else mine
 
     base = "model.language_model.layers"
     with hooks.TrellisSource(stc, answer) as source:
         assert stc.get_tensor(f"{base}.1.mlp.experts.7.up_proj.trellis", "cuda:0") is mine
         assert stc.get_tensor(f"{base}.2.mlp.experts.0.gate_proj.trellis") is not mine
-        assert stc.get_tensor(f"{base}.1.mlp.experts.7.up_proj.suh").dtype == torch.float16
+        assert stc.get_tensor(f"{base}.1.mlp.experts.7.up_proj.suh") is mine
         assert stc.get_tensor(f"{base}.1.mlp.shared_experts.up_proj.trellis") is not mine
         with pytest.raises(EngineError, match="patched already"), hooks.TrellisSource(stc, answer):
             pass
-    assert asked == [(1, 7, "up"), (2, 0, "gate")]
-    assert source.answered == 1
+    assert asked == [(1, 7, "up", "trellis"), (2, 0, "gate", "trellis"), (1, 7, "up", "suh")]
+    assert source.answered == 2
     assert "get_tensor" not in vars(stc)
 
 
@@ -158,22 +162,91 @@ def test_page_locking_that_fails_says_how_to_allow_it() -> None:
     assert device.pinned_bytes == 0
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
+def test_a_file_that_changed_since_its_header_was_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpoint.open(TINY) as checkpoint:
+        at_open = checkpoint.file_version
+        monkeypatch.setattr(checkpoint, "file_version", lambda path: (at_open(path)[0], at_open(path)[1] - 1))
+        store = PinnedExperts(checkpoint, _core.HostDevice(), lambda stage, fraction: None)
+        with pytest.raises(CheckpointError, match=r"experts of layer .* changed since its header was read"):
+            store.finish()
+        scales = ExpertScales(checkpoint, store.layers)
+        with pytest.raises(CheckpointError, match=r"scales of layer .* changed since its header was read"):
+            scales.block(store.layers[0])
+        scales.abandon()
 
-    real = os.stat
 
-    def other_time(path: Any, **kwargs: Any) -> Any:
-        found = real(path, **kwargs)
-        if str(path).endswith(".safetensors"):
-            return SimpleNamespace(st_size=found.st_size, st_mtime_ns=found.st_mtime_ns - 1)
-        return found
+def loading_tensors(exllamav3: Any, checkpoint: Checkpoint) -> tuple[PinnedExperts, ExpertTensors]:
+    store = PinnedExperts(checkpoint, _core.HostDevice(), lambda stage, fraction: None)
+    scales = ExpertScales(checkpoint, store.layers)
+    return store, ExpertTensors(store, scales, checkpoint, 0)
+
+
+def test_every_tensor_of_an_expert_has_the_bytes_and_shape_of_the_file(exllamav3: Any) -> None:
+    stock = exllamav3.Config.from_directory(str(TINY)).stc
+    with Checkpoint.open(TINY) as checkpoint:
+        store, tensors = loading_tensors(exllamav3, checkpoint)
+        store.finish()
+        seen = 0
+        for layer in store.layers:
+            for e in checkpoint.experts(layer):
+                key = e.trellis.name.removesuffix(".trellis")
+                for kind in ("trellis", "suh", "svh", "mul1"):
+                    made, wanted = tensors.tensor(layer, e.expert, e.which, kind), stock.get_tensor(f"{key}.{kind}")
+                    assert made is not None
+                    assert (made.dtype, made.shape) == (wanted.dtype, wanted.shape)
+                    assert torch.equal(made, wanted)
+                    assert made.is_contiguous()
+                    assert made.storage_offset() * made.element_size() % 256 == 0  # the block itself is aligned
+                    seen += 1
+        assert seen == tensors.expected
+        assert tensors.tensor(layer, 0, "up", "mcg") is None
+        assert tensors.tensor(10**6, 0, "up", "suh") is None
+
+
+def test_a_layer_costs_one_copy_and_keeps_no_bytes_of_its_own(exllamav3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+    copy = torch.Tensor.copy_
+
+    def counted(self: torch.Tensor, source: torch.Tensor, *args: Any) -> torch.Tensor:
+        copies.append(source.numel() * source.element_size())
+        return copy(self, source, *args)
 
     with Checkpoint.open(TINY) as checkpoint:
-        monkeypatch.setattr("glm53.runtime.os.stat", other_time)
-        store = PinnedExperts(checkpoint, _core.HostDevice(), lambda stage, fraction: None)
-        with pytest.raises(CheckpointError, match=r"layer .* changed since its header was read"):
-            store.finish()
+        store, tensors = loading_tensors(exllamav3, checkpoint)
+        monkeypatch.setattr(torch.Tensor, "copy_", counted)
+        layer = store.layers[0]
+        first = tensors.tensor(layer, 0, "gate", "suh")
+        for expert in range(store.experts):
+            for kind in ("trellis", "suh", "svh"):
+                tensors.tensor(layer, expert, "down", kind)
+        assert first is not None
+        assert len(copies) == 1
+        assert copies[0] == sum(e.suh.nbytes + e.svh.nbytes for e in checkpoint.experts(layer))
+        assert tensors.tensor(layer, 0, "gate", "suh") is first
+        trellis = tensors.tensor(layer, 1, "gate", "trellis")
+        assert trellis is not None
+        assert trellis.data_ptr() == store.arena(layer).address + store.layout.stride
+        store.finish()
+
+
+def test_loading_fills_no_embedding_and_puts_torch_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch.nn.Embedding.reset_parameters
+    monkeypatch.setattr(torch.nn.init, "normal_", lambda *a, **k: pytest.fail("an embedding was filled"))
+    with pytest.raises(RuntimeError, match="load failed"), hooks.unfilled_embeddings():
+        torch.nn.Embedding(4, 2, device="meta")
+        raise RuntimeError("load failed")
+    assert torch.nn.Embedding.reset_parameters is original
+
+
+def test_garbage_is_collected_again_after_a_load_that_fails() -> None:
+    import gc
+
+    with pytest.raises(RuntimeError, match="load failed"), quiet_gc():
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() > 0
+        raise RuntimeError("load failed")
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
 
 
 def test_token_budget_fits_the_kv_cache_and_long_answers_come_in_rounds() -> None:
@@ -204,6 +277,7 @@ def test_sampler_steps_follow_the_documented_order(exllamav3: Any) -> None:
         return [type(s).__name__ for s in make_sampler(exllamav3, p, 3).steps]
 
     assert names(SamplingParams(temperature=0.0)) == ["SS_Argmax"]
+    assert names(SamplingParams(temperature=1e-300)) == ["SS_Argmax"]
     assert names(SamplingParams(top_p=1.0)) == ["SS_Temperature", "SS_Sample"]
     every = SamplingParams(top_k=5, top_p=0.9, min_p=0.1, presence_penalty=1.0, logit_bias={3: -1.0})
     assert names(every) == [

@@ -1,13 +1,16 @@
 """The GPU engine the server sees: submits from the event loop, one worker thread that owns exllamav3's generator.
 
 States: running -> closed (by `close`), or running -> dead (an error that belongs to no stream; submit then raises
-EngineError). Threads: public methods on the event loop; the worker alone touches CUDA and the generator.
+EngineError). A CPU lane that fails (fast mode) ends the streams of that step, whose tokens are not delivered; the
+engine goes on with a fresh lane, or without one as in exact mode, and `info.mode` then says so.
+Threads: public methods on the event loop; the worker alone touches CUDA and the generator.
 Costs: stats() copies the last snapshot; the worker takes one every second, between steps.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import threading
 import time
@@ -37,13 +40,15 @@ _SCORE_SLICE = 192
 
 def lanes(cache: Mapping[str, Any]) -> dict[str, int]:
     """Distinct picks of decode steps by where the GPU read the expert: a slot that had it, a slot it was copied into
-    first, or host memory in place; and of prompts: VRAM (slots), or host memory (read in place or staged)."""
+    first, or host memory in place, or that the CPU computed it; and of prompts: VRAM (slots), or host memory (read in
+    place or staged)."""
     get = cache.get
     return {
         "vram": get("hits", 0) + get("prompt_distinct", 0) - get("prompt_missing", 0),
         "pcie_admitted": get("admissions", 0),
-        "pcie_in_place": get("misses", 0) - get("admissions", 0),
+        "pcie_in_place": get("misses", 0) - get("admissions", 0) - get("cpu_picks", 0),
         "pcie_prompts": get("prompt_missing", 0),
+        "cpu": get("cpu_picks", 0),
     }
 
 
@@ -55,22 +60,15 @@ class ExllamaEngine:
         name = torch.cuda.get_device_name(settings.gpu)
         self.info = EngineInfo(
             name=settings.model_dir.resolve().name,
-            mode="exact",
+            mode="exact" if loaded.tier is None else "fast",
             device=f"cuda:{settings.gpu} {name}, {loaded.slots} expert slots",
             model_path=str(settings.model_dir),
             context=loaded.context,
             vocab_size=min(tokenizer.size, loaded.vocab_size),
             max_streams=settings.autosplit_max_batch_size,
         )
-        self._gpu = settings.gpu
-        self._generator = loaded.exllamav3.Generator(
-            loaded.model,
-            loaded.cache,
-            loaded.tokenizer,
-            max_batch_size=min(settings.max_batch_size, settings.autosplit_max_batch_size),
-            max_chunk_size=settings.chunk_size,
-            recurrent_cache_size=RECURRENT_CACHE_BYTES,
-        )
+        self._gpu, self._settings = settings.gpu, settings
+        self._generator = self._make_generator()
         self._lock = threading.Lock()
         self._submitted: deque[Stream] = deque()
         self._scorings: deque[tuple[list[int], int, Future[list[TokenScore]]]] = deque()
@@ -92,10 +90,20 @@ class ExllamaEngine:
         cls, settings: Settings, progress: Progress = lambda stage, fraction: None, options: LoadOptions | None = None
     ) -> ExllamaEngine:
         """Load and start. Raises DeviceError, CheckpointError, ResourceError, ConfigError, EngineError."""
-        if settings.mode == "fast":
-            log.warning("this engine has no CPU tier yet: mode fast runs as exact (same answers, slower decode)")
         loaded = load(settings, progress, options)
         return cls(loaded, settings, Tokenizer(settings.model_dir))
+
+    def _make_generator(self) -> Any:
+        """A generator that owns the cache: no job, no page and no state of a former one is known to it."""
+        loaded, settings = self._loaded, self._settings
+        return loaded.exllamav3.Generator(
+            loaded.model,
+            loaded.cache,
+            loaded.tokenizer,
+            max_batch_size=min(settings.max_batch_size, settings.autosplit_max_batch_size),
+            max_chunk_size=settings.chunk_size,
+            recurrent_cache_size=RECURRENT_CACHE_BYTES,
+        )
 
     def submit(self, request: GenerationRequest) -> QueuedStream:
         """Queue a stream. Raises PromptTooLong, RequestError or EngineError; never blocks."""
@@ -135,12 +143,13 @@ class ExllamaEngine:
             raise RequestError(f"token id {bad} is outside the vocabulary (0..{self._loaded.vocab_size - 1})")
 
     def stats(self) -> dict[str, Any]:
-        """Counters: streams, tokens, expert cache, routed picks by lane, bytes by purpose, seconds of the load."""
+        """Counters: streams, tokens, expert cache, routed picks by lane, the CPU/GPU split (fast mode), bytes by
+        purpose, seconds of the load."""
         with self._lock:
             waiting = len(self._submitted)
         active = self._generator.num_active_jobs() if self._dead is None else 0
         pending = self._generator.num_pending_jobs() if self._dead is None else 0
-        cache = self._snapshot
+        cache, tier = self._snapshot, self._loaded.tier
         return {
             "running": active,
             "waiting": waiting + pending,
@@ -148,6 +157,7 @@ class ExllamaEngine:
             **self._counts,
             "lanes": lanes(cache),
             "expert_cache": dict(cache),
+            **({} if tier is None else {"split": tier.stats()}),
             "memory": {**self._memory, "lent_slot_bytes": cache.get("lent_slots", 0) * self._slot_bytes},
             "load": self._load_times,
             "dead": self._dead is not None,
@@ -189,11 +199,31 @@ class ExllamaEngine:
         scored = self._score_one()
         worked = self._generator.num_remaining_jobs() > 0
         if worked:
-            for result in self._generator.iterate():
-                self._deliver(result)
+            results = self._generator.iterate()
+            fault = self._loaded.passes.fault()
+            if fault is None:
+                for result in results:
+                    self._deliver(result)
+            else:
+                self._lane_failed(fault)
         upkeep = self._loaded.passes.between(prompts_left=any(s.prefilling for s in self._streams))
         self._keep_books()
         return worked or scored or upkeep is Upkeep.NOW
+
+    def _lane_failed(self, fault: str) -> None:
+        """The step that was just read is wrong: end its streams, forget what it left in the cache, go on."""
+        log.error("%s; %d streams end with this error", fault, len(self._streams))
+        for stream in self._streams:
+            self._counts["failed"] += 1
+            stream.stream.finish(Finish("error", error=fault))
+        self._streams.clear()
+        self._generator.clear_queue()
+        self._generator = self._make_generator()
+        torch.cuda.synchronize()
+        passes = self._loaded.passes
+        if passes.lane is not None and not passes.lane.recover(fault, passes.stream):
+            passes.lane = None
+            self.info = dataclasses.replace(self.info, mode="exact")
 
     def _admit(self) -> None:
         while True:

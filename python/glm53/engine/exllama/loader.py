@@ -7,9 +7,12 @@ frees what was taken.
 
 from __future__ import annotations
 
-import ctypes
+import gc
 import logging
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,23 @@ import torch
 from ...checkpoint import Checkpoint
 from ...config import Settings
 from ...errors import DeviceError, EngineError
-from ...hooks import Patch, TrellisSource, import_exllamav3, moe_modules, verify_layers
+from ...hooks import (
+    Patch,
+    TrellisSource,
+    import_exllamav3,
+    moe_modules,
+    unfilled_embeddings,
+    verify_layers,
+    verify_split,
+)
 from ...runtime import PARTS, PinnedExperts, open_cuda
 from ...sizing import expert_slots
 from ..protocol import Progress
 from . import pins, warm
+from .expert_tensors import ExpertTensors
+from .lane import GPU_LIMIT_MS, LANE_LIMIT_MS, CpuTier, ExpertMemory, require_kernels
 from .passes import GB, Passes, PassSettings
+from .scales import ExpertScales
 
 log = logging.getLogger(__name__)
 PAGE_TOKENS = 256
@@ -43,6 +57,7 @@ class LoadOptions:
     stage_from: int | None = None
     knobs: dict[str, int] | None = None
     use_heat: bool = True
+    lane_limits_ms: tuple[int, int] = (LANE_LIMIT_MS, GPU_LIMIT_MS)
 
 
 class Phases:
@@ -82,50 +97,18 @@ class Loaded:
     context: int
     slots: int
     times: dict[str, Any]
+    tier: CpuTier | None = None
 
     def close(self) -> None:
         """Unpatch, drop the model, then the slots and arenas its tables point to. Nothing may use this afterwards."""
         torch.cuda.synchronize()
         self.patch.undo()
+        if self.tier is not None:
+            self.tier.close(self.passes.stream)
         self.model.unload()
-        for name in ("patch", "passes", "runtime", "cache", "model", "tokenizer", "store"):
+        for name in ("patch", "passes", "tier", "runtime", "cache", "model", "tokenizer", "store"):
             setattr(self, name, None)
         torch.cuda.empty_cache()
-
-
-class Aliases:
-    """CUDA tensors over the arenas: what exllamav3 gets for a routed expert's trellis."""
-
-    def __init__(self, store: PinnedExperts, checkpoint: Checkpoint, gpu: int) -> None:
-        from exllamav3.ext import exllamav3_ext as ext
-
-        self._ext, self._store, self._gpu = ext, store, gpu
-        self._layers: dict[int, torch.Tensor] = {}
-        self.waited_s = 0.0
-        self._shapes = {
-            (layer, e.which): e.trellis.shape for layer in store.layers for e in checkpoint.experts(layer)[:3]
-        }
-
-    def layer(self, layer: int) -> torch.Tensor:
-        """The whole arena as a uint8 CUDA tensor; waits until it is page-locked."""
-        if layer not in self._layers:
-            start = time.monotonic()
-            arena = self._store.arena(layer)
-            self.waited_s += time.monotonic() - start
-            if arena.device_address != arena.address:
-                raise DeviceError(f"layer {layer}: the GPU sees pinned memory at another address than the CPU")
-            block = (ctypes.c_uint8 * arena.bytes).from_address(arena.address)
-            self._layers[layer] = self._ext.pinned_cuda_view(torch.frombuffer(block, dtype=torch.uint8), self._gpu)
-        return self._layers[layer]
-
-    def tensor(self, layer: int, expert: int, part: str) -> torch.Tensor | None:
-        """int16 (in/16, out/16, 16 K); None for a layer that is not in the store (the MTP head)."""
-        if layer not in self._store.layers:
-            return None
-        layout, index = self._store.layout, PARTS.index(part)
-        start = expert * layout.stride + layout.offsets[index]
-        flat = self.layer(layer)[start : start + layout.part_bytes[index]]
-        return flat.view(torch.int16).view(self._shapes[layer, part])
 
 
 def architecture(gpu: int) -> str:
@@ -134,29 +117,73 @@ def architecture(gpu: int) -> str:
     return f"sm_{major}{minor}"
 
 
-def load(settings: Settings, progress: Progress, options: LoadOptions | None = None) -> Loaded:
-    """Load `settings.model_dir`. Raises DeviceError, CheckpointError, ResourceError, ConfigError, EngineError."""
-    phases = Phases()
+@contextmanager
+def quiet_gc() -> Iterator[None]:
+    """No cyclic garbage collection: while 10^5 of exllamav3's objects are built, it would walk them hundreds of times
+    and find nothing. What exists at the beginning is left out of explicit collections too."""
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def _open_device(settings: Settings) -> tuple[Any, Path | None]:
+    """The GPU, current for torch too, and the file of Triton picks for it."""
     device = open_cuda(settings.gpu)
     if not torch.cuda.is_available():
         raise DeviceError("this torch was built without CUDA; install the CUDA build of torch")
     torch.cuda.set_device(settings.gpu)
-    pinned = pins.pin_path(architecture(settings.gpu), settings.triton_pin)
-    phases.end("device")
-    with Checkpoint.open(settings.model_dir) as checkpoint:
-        store = PinnedExperts(checkpoint, device, progress)  # reads on beside all that follows
-        phases.end("headers")
-        try:
-            progress("exllamav3", 0.0)
-            exllamav3 = import_exllamav3()
-            if pinned is not None:
-                pins.apply_pins(pinned, architecture(settings.gpu))
-            phases.end("exllamav3")
-            loading = _Loading(settings, options or LoadOptions(), exllamav3, store, device, phases)
-            return loading.run(checkpoint, progress)
-        except BaseException:
-            store.abandon()
-            raise
+    return device, pins.pin_path(architecture(settings.gpu), settings.triton_pin)
+
+
+def _close(opened: Future[Checkpoint]) -> None:
+    if opened.exception() is None:
+        opened.result().close()
+
+
+def _open_both(settings: Settings, phases: Phases) -> tuple[Any, Path | None, Checkpoint]:
+    """The GPU and the checkpoint, side by side: the driver's work needs no Python, the headers little else."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="glm53-headers")
+    headers = pool.submit(Checkpoint.open, settings.model_dir)
+    pool.shutdown(wait=False)
+    try:
+        device, pinned = _open_device(settings)
+        if settings.mode == "fast":
+            require_kernels(settings)
+        phases.end("device")
+    except BaseException:
+        headers.add_done_callback(_close)
+        raise
+    return device, pinned, headers.result()
+
+
+def load(settings: Settings, progress: Progress, options: LoadOptions | None = None) -> Loaded:
+    """Load `settings.model_dir`. Raises DeviceError, CheckpointError, ResourceError, ConfigError, EngineError."""
+    phases = Phases()
+    with quiet_gc():
+        device, pinned, opened = _open_both(settings, phases)
+        with opened as checkpoint:
+            store = PinnedExperts(checkpoint, device, progress)  # reads on beside all that follows
+            scales = ExpertScales(checkpoint, store.layers)  # so does this
+            phases.end("headers")
+            try:
+                progress("exllamav3", 0.0)
+                exllamav3 = import_exllamav3()
+                if pinned is not None:
+                    pins.apply_pins(pinned, architecture(settings.gpu))
+                phases.end("exllamav3")
+                loading = _Loading(settings, options or LoadOptions(), exllamav3, store, device, phases, scales)
+                return loading.run(checkpoint, progress)
+            except BaseException:
+                store.abandon()
+                raise
+            finally:
+                scales.abandon()
 
 
 def slot_count(free: int, *, reserve: int, slot_bytes: int, entries: int, top_k: int, limit: int | None) -> int:
@@ -182,6 +209,7 @@ class _Loading:
     store: PinnedExperts
     device: Any
     phases: Phases
+    scales: ExpertScales
 
     def run(self, checkpoint: Checkpoint, progress: Progress) -> Loaded:
         settings, store = self.settings, self.store
@@ -189,28 +217,37 @@ class _Loading:
         model = self.exllamav3.Model.from_config(config)
         tokens = max(PAGE_TOKENS, settings.cache_tokens // PAGE_TOKENS * PAGE_TOKENS)
         cache = self.exllamav3.Cache(model, max_num_tokens=tokens, max_batch_size=settings.autosplit_max_batch_size)
-        aliases = Aliases(store, checkpoint, settings.gpu)
+        tensors = ExpertTensors(store, self.scales, checkpoint, settings.gpu)
         self.phases.end("modules")
         try:
-            with TrellisSource(config.stc, aliases.tensor) as source:
+            with unfilled_embeddings(), TrellisSource(config.stc, tensors.tensor) as source:
                 _load_weights(model, settings.gpu)
             self.phases.end("weights")
-            self.phases.seconds["weights_waiting_for_arenas"] = round(aliases.waited_s, 3)
-            expected = len(store.layers) * store.experts * len(PARTS)
-            if source.answered != expected:
-                raise EngineError(f"exllamav3 asked for {source.answered} expert tensors, {expected} expected")
+            self.phases.seconds["weights_waiting_for_arenas"] = round(tensors.waited_s, 3)
+            if source.answered != tensors.expected:
+                raise EngineError(f"exllamav3 asked for {source.answered} expert tensors, {tensors.expected} expected")
             store.finish()
             self.phases.end("waiting_for_experts")
             checkpoint.verify_unchanged()
             modules = moe_modules(self.exllamav3, model)
             verify_layers(modules, store.experts)
+            tier = self._tier(checkpoint, modules) if settings.mode == "fast" else None
             progress("expert cache", 0.0)
-            return self._with_cache(config, model, cache, modules)
+            return self._with_cache(config, model, cache, modules, tier)
         except BaseException:
             model.unload()
             raise
 
-    def _with_cache(self, config: Any, model: Any, cache: Any, modules: list[Any]) -> Loaded:
+    def _tier(self, checkpoint: Checkpoint, modules: list[Any]) -> CpuTier:
+        """The CPU lane, measured; it starts once there is a runtime to use it."""
+        verify_split(modules, checkpoint.config.swiglu_limit)
+        memory = ExpertMemory(self.store, self.scales)
+        tier = CpuTier(memory, self.device, self.settings, self.options.lane_limits_ms)
+        tier.measure(modules[0].num_experts_per_tok)
+        self.phases.end("cpu_lane")
+        return tier
+
+    def _with_cache(self, config: Any, model: Any, cache: Any, modules: list[Any], tier: CpuTier | None) -> Loaded:
         settings, store = self.settings, self.store
         torch.cuda.empty_cache()
         top_k, reserve = modules[0].num_experts_per_tok, int(settings.reserve_gb() * GB)
@@ -226,7 +263,10 @@ class _Loading:
         stage = min(int(settings.ec_stage_gb * GB), store.experts * store.layout.stride)
         limits = PassSettings(stage, int(settings.ec_elastic_gb * GB), reserve, self.options.stage_from)
         passes = Passes(runtime, limits, experts=store.experts, top_k=top_k, hidden=modules[0].hidden_size)
-        patch = Patch(model, modules, passes.route, passes.bracket)
+        if tier is None:
+            patch = Patch(model, modules, passes.route, passes.bracket)
+        else:
+            patch = Patch(model, modules, passes.route_split, passes.bracket, passes.combine)
         patch.install()
         loaded = Loaded(
             exllamav3=self.exllamav3,
@@ -247,6 +287,10 @@ class _Loading:
         self.phases.end("slots")
         self._warm(loaded, len(modules) * store.experts)
         self.phases.end("warm")
+        if tier is not None:
+            torch.cuda.synchronize()
+            tier.start(runtime)
+            loaded.tier = passes.lane = tier
         loaded.times = {"total": self.phases.total, **self.phases.seconds, "experts": store.times}
         log.info("loaded in %.1f s: %s", self.phases.total, loaded.times)
         return loaded
@@ -271,6 +315,7 @@ class _Loading:
 
 
 def _load_weights(model: Any, gpu: int) -> None:
+    gc.freeze()  # exllamav3 collects before and after its load: it need not walk its own modules
     try:
         model.load(device=f"cuda:{gpu}", progressbar=False)
     except torch.OutOfMemoryError as e:

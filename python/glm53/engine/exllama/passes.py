@@ -3,22 +3,28 @@
 States: resident (slots hold experts) -> lent (a long prompt took segments for staging and activations) -> refilling
 (slots are back and fill with the hottest experts in the background) -> resident. Lent slots whose memory another holds
 stay lent and are asked for again every second; a new lending is asked back at the first chance.
-Threads: the engine thread alone. Costs: a decode step adds one call per MoE layer and no wait; a long prompt one wait
-at its start; every round between passes while refilling, two.
+With a CPU lane (fast mode) the generator's decode steps leave some of their misses to it; prompts never do, whatever
+their length. `lane` is put in by the loader and taken out when the lane has failed.
+Threads: the engine thread alone. Costs: a decode step adds one call per MoE layer (two with a lane) and no wait; a long
+prompt one wait at its start; every round between passes while refilling, two.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...hooks import MAX_DECODE_ROWS
+from ...errors import EngineError
+from ...hooks import MAX_DECODE_ROWS, Routed
+
+if TYPE_CHECKING:
+    from .lane import CpuTier
 
 GB = 10**9
 REFILL_AT_ONCE = 8
@@ -66,8 +72,14 @@ def activation_bytes(tokens: int, hidden: int, top_k: int, streams: int = 4) -> 
     return tokens * per_token + (256 << 20)
 
 
+def _plain(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Rows that native code may read by address."""
+    return tensor.dtype == torch.float16 and tensor.shape == shape and tensor.is_contiguous()
+
+
 class Passes:
-    """The hooks' receiving end. `route` and `bracket` go to `hooks.Patch`; `between` is called between passes."""
+    """The hooks' receiving end. `route` (in fast mode `route_split`, with `combine`) and `bracket` go to `hooks.Patch`;
+    `between` is called between passes."""
 
     def __init__(self, runtime: Any, settings: PassSettings, *, experts: int, top_k: int, hidden: int) -> None:
         self._rt, self._settings = runtime, settings
@@ -79,6 +91,9 @@ class Passes:
         self._retry_s = 0.0
         self._refilling = False
         self._staging = False
+        self.lane: CpuTier | None = None
+        self._splitting = False
+        self._split_rows = 0
         self.counts = {"decode_passes": 0, "prompt_passes": 0, "staged_passes": 0, "lendings": 0}
 
     @property
@@ -86,8 +101,9 @@ class Passes:
         """The compute stream's handle."""
         return int(torch.cuda.current_stream().cuda_stream)
 
-    def route(self, layer: int, rows: int, selected: torch.Tensor, params: dict[str, Any]) -> None:
+    def route(self, layer: int, rows: int, routed: Routed, params: dict[str, Any]) -> None:
         """Called by exllamav3 right after a layer's router."""
+        selected = routed[0]
         picks, n = selected.data_ptr(), selected.numel()
         if self._staging:
             self._rt.enter_layer(layer, picks, n, rows)
@@ -96,12 +112,51 @@ class Passes:
         else:
             self._rt.prompt(layer, picks, n, rows, self.stream)
 
+    def route_split(self, layer: int, rows: int, routed: Routed, params: dict[str, Any]) -> None:
+        """`route` in fast mode: a decode step's misses go to both lanes. What the CPU takes loses its weight here."""
+        if not self._splitting:
+            self.route(layer, rows, routed, params)
+            return
+        selected, weights, x = routed
+        if not _plain(x, (rows, self._hidden)) or not _plain(weights, selected.shape):
+            raise EngineError(
+                f"MoE layer {layer}: the router got x {x.dtype} {tuple(x.shape)} and gave weights {weights.dtype} "
+                f"{tuple(weights.shape)}; the CPU lane needs contiguous float16 rows"
+            )
+        self._rt.decode_split(
+            layer, selected.data_ptr(), selected.numel(), rows, x.data_ptr(), weights.data_ptr(), self.stream
+        )
+        self._split_rows = rows
+
+    def combine(self, layer: int, out: torch.Tensor) -> None:
+        """Called after a layer's experts in fast mode: adds what the CPU computed for it."""
+        rows, self._split_rows = self._split_rows, 0
+        if not rows:
+            return
+        if out.dtype != torch.float32 or not out.is_contiguous() or out.numel() != rows * self._hidden:
+            raise EngineError(
+                f"MoE layer {layer}: its output is {out.dtype} {tuple(out.shape)}, not {rows} contiguous float32 rows"
+            )
+        self._rt.add_partial(rows, out.data_ptr(), False, self.stream)
+
+    def fault(self) -> str | None:
+        """What went wrong with the CPU lane in the steps whose tokens have been read; None: nothing."""
+        return None if self.lane is None else self.lane.fault()
+
     @contextmanager
-    def bracket(self, tokens: int) -> Iterator[None]:
-        """Around one forward pass."""
+    def bracket(self, tokens: int, decode: bool = False) -> Iterator[None]:
+        """Around one forward pass; decode: it is a step of the generator, not a prompt."""
         if tokens <= MAX_DECODE_ROWS:
             self.counts["decode_passes"] += 1
-            yield
+            if not decode or self.lane is None:
+                yield
+                return
+            self.lane.wake()
+            self._splitting = True
+            try:
+                yield
+            finally:
+                self._splitting, self._split_rows = False, 0
             return
         staged = tokens >= self.threshold
         self._make_room(tokens, 2 * self._settings.stage_bytes if staged and not self._rt.has_staging else 0)

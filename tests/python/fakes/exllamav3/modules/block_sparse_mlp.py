@@ -1,16 +1,30 @@
-"""A MoE layer whose "experts" are checksums of the bytes that its address tables lead to."""
+"""A MoE layer that computes its experts from the bytes that its address tables lead to, row by row, in float32.
+
+As stock's decode kernels do, it leaves out a pick whose weight is 0 and gives its rows in a buffer of all layers.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import zlib
 from types import SimpleNamespace
 
+import numpy as np
 import torch
+
+from glm53 import _core
 
 from .block_sparse_mlp_routing import routing_dots
 
 MAX_BSZN = 8
+PARTS = ("gate", "up", "down")
+LIMIT = 10.0
+_kernels = []
+_shared_out: dict[int, torch.Tensor] = {}
+
+
+def kernels():
+    if not _kernels:
+        _kernels.append(_core.CpuMoe(threads=1))
+    return _kernels[0]
 
 
 class BlockSparseMLP:
@@ -20,31 +34,64 @@ class BlockSparseMLP:
         self.num_experts = self.num_local_experts = experts
         self.num_experts_per_tok = top_k
         self.cpu_split_first, self.cpu_offload, self.support_fused, self.bc = None, False, True, object()
-        factors = torch.arange(1, experts + 1, dtype=torch.float64) * (layer + 1)
-        self.routing_cfg = {"top_k": top_k, "factors": factors}
+        self.router_pre_norm = self.routed_pre_norm = self.routed_post_norm = self.shared_experts_post_norm = None
+        self.latent_in = self.latent_out = self.routing_device = None
+        self.alt_residual_channel, self.tp_reduce = False, False
+        self.activation_fn, self.act_limit = "silu", LIMIT
+        self.routing_cfg = {"top_k": top_k, "layer": layer, "experts": experts}
         self.routing_fn = routing_dots
         self.caps: dict[str, bool] = {}
 
     def load(self, device: object) -> None:
-        self.sizes, self.kept = {}, []
-        for part in ("gate", "up", "down"):
-            keys = [f"{self.key}.experts.{e}.{part}_proj.trellis" for e in range(self.num_experts)]
-            tensors = [self.stc.get_tensor(k, device) for k in keys]
+        self.kept, self.scales, self.sizes = [], {}, {}
+        for part in PARTS:
+            keys = [f"{self.key}.experts.{e}.{part}_proj" for e in range(self.num_experts)]
+            tensors = [self.stc.get_tensor(f"{k}.trellis", device) for k in keys]
             self.kept += tensors
-            self.sizes[part] = tensors[0].numel() * 2
+            self.scales[part] = [[self.stc.get_tensor(f"{k}.{v}", device) for v in ("suh", "svh")] for k in keys]
+            for codebook in ("mcg", "mul1"):
+                marked = [f"{k}.{codebook}" for k in keys if self.stc.has_tensor(f"{k}.{codebook}")]
+                self.kept += [self.stc.get_tensor(k, "cpu") for k in marked]
+            self.sizes[part] = (tensors[0].numel() * 2, tensors[0].shape[2] // 16)
             table = torch.tensor([t.data_ptr() for t in tensors], dtype=torch.long)
             setattr(self, f"multi_{part}", SimpleNamespace(ptrs_trellis=table))
+        self.intermediate = self.scales["gate"][0][1].numel()
 
     def prepare_for_device(self, x, params):
         return x
 
-    def forward(self, x, params):
-        y = x.view(-1)
-        selected, weights = self.routing_fn(y.numel(), self.routing_cfg, y, params)
-        out = torch.zeros_like(y)
-        for row in range(y.numel()):
-            for expert, weight in zip(selected[row].tolist(), weights[row].tolist(), strict=True):
-                for part, size in self.sizes.items():
-                    address = int(getattr(self, f"multi_{part}").ptrs_trellis[expert])
-                    out[row] += weight * (zlib.crc32(ctypes.string_at(address, size)) % 1000) / 1000
-        return torch.sin(x + out.view(x.shape))
+    def forward(self, x, params, out_dtype=None):
+        y = x.view(-1, self.hidden_size)
+        rows = y.shape[0]
+        selected, weights = self.routing_fn(rows, self.routing_cfg, y, params)
+        if rows <= MAX_BSZN:
+            out = _shared_out.setdefault(self.hidden_size, torch.empty(MAX_BSZN, self.hidden_size))[:rows]
+        else:
+            out = torch.empty(rows, self.hidden_size)
+        picks = torch.where(weights != 0, selected, -1)
+        table = self._table(sorted(set(picks.reshape(-1).tolist()) - {-1}))
+        for row in range(rows):
+            self._row(table, y[row], picks[row], weights[row], out[row])
+        out = out.view(x.shape)
+        return out if out_dtype is None else out.to(out_dtype)
+
+    def _table(self, experts):
+        table = _core.ExpertTable(self.num_experts, self.hidden_size, self.intermediate, LIMIT)
+        for e in experts:
+            for part in PARTS:
+                address = int(getattr(self, f"multi_{part}").ptrs_trellis[e])
+                suh, svh = self.scales[part][e]
+                nbytes, bits = self.sizes[part]
+                table.set_address(e, part, address, nbytes, suh.data_ptr(), suh.numel() * 2, svh.data_ptr(),
+                                  svh.numel() * 2, bits)  # fmt: skip
+        return table
+
+    @staticmethod
+    def _row(table, y, picks, weights, out) -> None:
+        active = picks >= 0
+        chosen = picks[active].view(1, -1).contiguous().numpy()
+        factors = weights[active].float().view(1, -1).contiguous().numpy()
+        result = np.zeros((1, y.numel()), np.float32)
+        if chosen.size:
+            kernels().forward(table, y.float().view(1, -1).numpy(), chosen, factors, result)
+        out.copy_(torch.from_numpy(result[0]))

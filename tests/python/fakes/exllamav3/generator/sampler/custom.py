@@ -37,3 +37,7 @@ class SS_Argmax(SS_Base): ...
 class CustomSampler:
     def __init__(self, steps) -> None:
         self.steps = steps
+
+    def forward(self, logits, sequence_ids=None, rand_u32=None, tokenizer=None, logit_mask=None):
+        logits[..., -1:] = -float("inf")  # the padding of the vocabulary, in place
+        return (logits if logit_mask is None else logits + logit_mask).argmax(-1)

@@ -1,0 +1,280 @@
+"""The CPU lane's Python side in pieces: what is hooked and when, what its workers and constants are made from."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from exllama_helpers import TINY, make_settings, use_fakes
+
+from glm53 import _core, hooks
+from glm53.checkpoint import Checkpoint
+from glm53.engine.exllama import lane, lane_costs
+from glm53.engine.exllama.lane import CpuTier, ExpertMemory, Workers
+from glm53.engine.exllama.lane_costs import Costs, LaneTimer, fit, overridden
+from glm53.engine.exllama.passes import Passes, PassSettings
+from glm53.engine.exllama.scales import ExpertScales
+from glm53.errors import ConfigError, DeviceError, EngineError
+from glm53.runtime import PinnedExperts
+
+HIDDEN = 256
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return use_fakes(monkeypatch)
+
+
+def make_model() -> Any:
+    exllamav3 = hooks.import_exllamav3()
+    model = exllamav3.Model.from_config(exllamav3.Config.from_directory(str(TINY)))
+    model.load()
+    return model
+
+
+@pytest.fixture
+def memory(cuda: Any) -> ExpertMemory:
+    with Checkpoint.open(TINY) as checkpoint:
+        store = PinnedExperts(checkpoint, cuda.device, lambda stage, fraction: None)
+        scales = ExpertScales(checkpoint, store.layers)
+        store.finish()
+        return ExpertMemory(store, scales)
+
+
+def test_the_layers_sum_is_completed_before_it_is_cast_and_undo_takes_it_all_back(cuda: Any) -> None:
+    model, seen = make_model(), []
+
+    @contextmanager
+    def bracket(tokens: int, decode: bool) -> Any:
+        yield
+
+    def combine(layer: int, out: torch.Tensor) -> None:
+        seen.append((layer, out.dtype, tuple(out.shape)))
+        out += 1000.0
+
+    patch = hooks.Patch(model, model.moe, lambda *a: None, bracket, combine)
+    x = torch.ones(1, 2, HIDDEN, dtype=torch.half)
+    plain = model.moe[0].forward(x, {}).clone()
+    patch.install()
+    assert torch.equal(model.moe[0].forward(x, {}), plain + 1000.0)
+    cast = model.moe[0].forward(x, {}, torch.half)
+    assert cast.dtype == torch.half
+    assert torch.equal(cast, (plain + 1000.0).half())
+    model.forward(torch.tensor([[3]]), {})
+    assert seen[0] == (0, torch.float32, (1, 2, HIDDEN))
+    assert [s[0] for s in seen[2:]] == list(range(len(model.moe)))
+    patch.undo()
+    assert not any({"forward", "routing_fn"} & set(vars(m)) - {"routing_fn"} for m in model.moe)
+    assert torch.equal(model.moe[0].forward(x, {}), plain)
+
+
+def test_only_the_generators_steps_are_decode(cuda: Any) -> None:
+    model, brackets = make_model(), []
+
+    @contextmanager
+    def bracket(tokens: int, decode: bool) -> Any:
+        brackets.append((tokens, decode))
+        yield
+
+    hooks.Patch(model, model.moe, lambda *a: None, bracket).install()
+    one = torch.tensor([[5]])
+    model.forward(one, {"cache": object()})
+    model.forward(one, {})
+    model.forward(one)
+    model.forward(one, {"cache": object(), "last_tokens_only": 1})
+    model.prefill(one, {"cache": object()})
+    assert brackets == [(1, True), (1, False), (1, False), (1, False), (1, False)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"routed_post_norm": object()}, "routed_post_norm is not one that a CPU lane can stand beside"),
+        ({"tp_reduce": True}, "the residual path"),
+        ({"act_limit": 0.0}, "compute silu clamped at 0, those of the CPU lane silu clamped at 10"),
+        ({"activation_fn": "gelu"}, "compute gelu"),
+    ],
+)
+def test_layers_whose_sum_cannot_be_completed_are_refused(cuda: Any, change: dict[str, Any], message: str) -> None:
+    model = make_model()
+    hooks.verify_split(model.moe, 10.0)
+    for name, value in change.items():
+        setattr(model.moe[1], name, value)
+    with pytest.raises(EngineError, match=message):
+        hooks.verify_split(model.moe, 10.0)
+
+
+class Recorder:
+    """A runtime that writes down what it is called with."""
+
+    slot_bytes, has_staging = 1000, False
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.calls.append((name, *args))
+
+
+def make_passes(runtime: Any) -> Passes:
+    return Passes(runtime, PassSettings(1000, 0, 0), experts=16, top_k=4, hidden=HIDDEN)
+
+
+def routed(rows: int, dtype: torch.dtype = torch.half) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    weights = torch.full((rows, 4), 0.25, dtype=torch.half)
+    return torch.arange(4).repeat(rows, 1), weights, torch.ones(rows, HIDDEN, dtype=dtype)
+
+
+def test_decode_steps_are_split_and_completed_and_nothing_else_is(cuda: Any) -> None:
+    runtime = Recorder()
+    passes = make_passes(runtime)
+    woken: list[str] = []
+    passes.lane = SimpleNamespace(wake=lambda: woken.append("now"))  # type: ignore[assignment]
+
+    def layer(rows: int) -> list[str]:
+        runtime.calls.clear()
+        passes.route_split(2, rows, routed(rows), {})
+        passes.combine(2, torch.zeros(1, rows, HIDDEN))
+        return [call[0] for call in runtime.calls]
+
+    with passes.bracket(4, True):
+        assert layer(4) == ["decode_split", "add_partial"]
+        _, at, picks, n, rows, x, weights, stream = runtime.calls[0]
+        assert (at, n, rows, stream) == (2, 16, 4, passes.stream)
+        assert len({picks, x, weights}) == 3
+        assert runtime.calls[1][1] == 4
+        assert runtime.calls[1][3:] == (False, passes.stream)
+    assert woken == ["now"]
+    with passes.bracket(4, False):  # a short prompt
+        assert layer(4) == ["decode"]
+    with passes.bracket(20, True):
+        assert layer(20) == ["prompt"]
+    assert layer(2) == ["decode"]  # outside of every pass
+    passes.lane = None
+    with passes.bracket(4, True):
+        assert layer(4) == ["decode"]
+    assert woken == ["now"]
+
+
+def test_a_pass_that_fails_half_way_leaves_nothing_to_the_next(cuda: Any) -> None:
+    runtime = Recorder()
+    passes = make_passes(runtime)
+    passes.lane = SimpleNamespace(wake=lambda: None)  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError), passes.bracket(1, True):
+        passes.route_split(0, 1, routed(1), {})
+        raise ZeroDivisionError
+    runtime.calls.clear()
+    passes.combine(0, torch.zeros(1, HIDDEN))
+    assert runtime.calls == []
+
+
+def test_tensors_that_native_code_cannot_read_are_refused(cuda: Any) -> None:
+    passes = make_passes(Recorder())
+    passes.lane = SimpleNamespace(wake=lambda: None)  # type: ignore[assignment]
+    with passes.bracket(2, True):
+        with pytest.raises(EngineError, match=r"x torch.float32 \(2, 256\).*needs contiguous float16"):
+            passes.route_split(0, 2, routed(2, torch.float32), {})
+        picks, weights, x = routed(2)
+        with pytest.raises(EngineError, match="needs contiguous float16"):
+            passes.route_split(0, 2, (picks, weights.t().contiguous().t(), x), {})
+        passes.route_split(0, 2, (picks, weights, x), {})
+        with pytest.raises(EngineError, match=r"output is torch.float16 \(2, 256\), not 2 contiguous float32 rows"):
+            passes.combine(0, x)
+
+
+def test_constants_are_a_line_through_the_jobs_times() -> None:
+    times = {(n, 1): 110_000 + 104_000.0 * n for n in (1, 2, 4, 8)} | {(8, 4): 110_000 + 104_000.0 * 8 + 24 * 26_000}
+    assert fit(times) == (110_000, 104_000, 26_000)
+    assert fit({(1, 1): 500.0, (1, 4): 400.0}) == (0, 500, 0)
+    noisy = {(1, 1): 900.0, (2, 1): 800.0, (4, 1): 700.0}
+    assert fit(noisy)[1] == 1  # never a negative cost
+
+
+def test_settings_replace_measured_constants(tmp_path: Path) -> None:
+    measured = Costs(100, 1000, 500, 4000, 300)
+    settings = make_settings(tmp_path, ct_a=0.11, ct_b=0.104, ct_g=0.0)
+    costs, chosen = overridden(measured, settings)
+    assert costs == Costs(110_000, 104_000, 52_000, 4000, 0)
+    assert chosen == ["ct_a", "ct_b", "ct_g"]
+    assert overridden(measured, make_settings(tmp_path)) == (measured, [])
+    split = costs.split()
+    assert (split.handoff_ns, split.cpu_expert_ns, split.pcie_expert_ns, split.cached_ns) == (110_000, 104_000, 4000, 0)
+    assert costs.as_ms() == {"a_ms": 0.11, "b_ms": 0.104, "b_row_ms": 0.052, "t_ms": 0.004, "g_ms": 0.0}
+
+
+def test_workers_are_one_a_core_with_the_first_left_free_unless_told(tmp_path: Path) -> None:
+    host: Any = SimpleNamespace(worker_cpus=lambda: [2, 3, 4, 5])
+
+    def workers(**changes: Any) -> Workers:
+        return Workers.of(make_settings(tmp_path, **changes), host)
+
+    assert workers() == Workers(4, (2, 3, 4, 5))
+    assert workers(ct_threads=2) == Workers(2, (2, 3))
+    assert workers(ct_threads=9) == Workers(9, None)
+    assert workers(ct_cpus=(7, 8, 9)) == Workers(3, (7, 8, 9))
+    assert workers(ct_cpus=(7, 8, 9), ct_threads=1) == Workers(1, (7,))
+    with pytest.raises(ConfigError, match="ct_threads = 4, but ct_cpus names 3 CPUs"):
+        workers(ct_cpus=(7, 8, 9), ct_threads=4)
+
+
+def test_a_cpu_without_vector_kernels_is_told_to_use_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane._core, "cpu_features", lambda: {"isa": "scalar"})
+    with pytest.raises(DeviceError, match="use --mode exact"):
+        lane.require_kernels(make_settings(tmp_path))
+    lane.require_kernels(make_settings(tmp_path, isa="scalar"))
+
+
+def test_tables_give_what_the_checkpoint_gives(memory: ExpertMemory) -> None:
+    """The same picks through these tables and through tables over the checkpoint's own arrays."""
+    random = np.random.default_rng(1)
+    x = random.standard_normal((3, HIDDEN)).astype(np.float32)
+    picks, weights = random.integers(0, 16, (3, 4)), random.random((3, 4)).astype(np.float32)
+    moe, sums = _core.CpuMoe(threads=1), []
+    with Checkpoint.open(TINY) as checkpoint:
+        c = checkpoint.config
+        for table, layer in zip(memory.tables, memory.store.layers, strict=True):
+            own = _core.ExpertTable(c.n_routed_experts, c.hidden_size, c.moe_intermediate_size, c.swiglu_limit)
+            for e in checkpoint.experts(layer):
+                arrays = [checkpoint.read(t.name) for t in (e.trellis, e.suh, e.svh)]
+                own.set(e.expert, e.which, *arrays, e.bits)
+            for t in (table, own):
+                out = np.zeros_like(x)
+                moe.forward(t, x, picks, weights, out)
+                sums.append(out)
+    for ours, reference in zip(sums[::2], sums[1::2], strict=True):
+        assert np.array_equal(ours, reference)
+        assert np.abs(ours).max() > 0
+    assert memory.scales.nbytes == len(memory.tables) * 16 * 2 * (3 * HIDDEN + 3 * 128)
+
+
+def test_a_lane_is_measured_with_jobs_of_every_size(memory: ExpertMemory) -> None:
+    arena = _core.HostArena(_core.lane_block_bytes(HIDDEN), "lane")
+    timed = _core.CpuLane(memory.tables, arena, 1)
+    a, b, b_row = LaneTimer(timed, arena, memory.tables, 4).measure(budget_s=0.1)
+    assert a >= 0
+    assert b > 0
+    assert b_row >= 0
+    shapes = [(1, 1), (2, 1), (4, 1), (4, lane_costs.ROWS)]
+    stats = timed.stats()
+    rounds = stats["jobs"] // len(shapes)
+    assert lane_costs.LEAST_ROUNDS < rounds <= lane_costs.ROUNDS + 1
+    assert stats["jobs"] == rounds * len(shapes)
+    assert stats["picks"] == rounds * sum(n * rows for n, rows in shapes)
+
+
+def test_a_lane_that_fails_while_it_is_measured_is_an_error(memory: ExpertMemory) -> None:
+    arena = _core.HostArena(_core.lane_block_bytes(HIDDEN), "lane")
+    timer = LaneTimer(_core.CpuLane(memory.tables[:1], arena, 1), arena, memory.tables, 4)
+    timer._next = 16  # the second layer, which this lane does not have
+    with pytest.raises(EngineError, match="the CPU lane failed while it was measured: bad job"):
+        timer.job_ns(1, 1)
+
+
+def test_cpus_that_are_not_there_are_named(memory: ExpertMemory, cuda: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="CPU 99999 cannot be used by this process"):
+        CpuTier(memory, cuda.device, make_settings(tmp_path, mode="fast", ct_cpus=(99999,)))
