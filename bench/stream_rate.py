@@ -5,8 +5,9 @@
 
 Each stream is judged by two numbers. "bend" is the largest distance between the share of text that has arrived and the
 share of time that has passed: 0 for a steady stream, 0.5 for a server that delivers at half speed and flushes the other
-half at the end. "last burst" is the share of text in the last 5 % of the time. Exit code 0: even; 1: not; 2: no verdict
-(the server failed, or the answer was too short).
+half at the end. "last burst" is the share of text in the last 5 % of the time. --json writes the figures in the form of
+bench/results, with each stream's arrival curve. Exit code 0: even; 1: not; 2: no verdict (the server failed, or the
+answer was too short).
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import argparse
 import http.client
 import itertools
 import json
+import os
+import platform
+import shlex
 import statistics
 import sys
 import threading
@@ -27,6 +31,7 @@ PROMPT = "Write a long, detailed story about a lighthouse keeper who repairs clo
 MAX_BEND = 0.25
 MAX_LAST_BURST = 0.2
 FEWEST_EVENTS = 20
+CURVE = 100
 
 
 class NoVerdict(Exception):
@@ -58,6 +63,8 @@ class Verdict:
     last_burst: float
     even: bool
     finish: str
+    curve: list[tuple[float, float]]
+    """(share of the time, share of the text), about CURVE points."""
 
 
 def read_stream(args: argparse.Namespace, out: Arrivals) -> None:
@@ -142,7 +149,15 @@ def judge(arrivals: Arrivals) -> Verdict:
         last_burst=round(last_burst, 4),
         even=bend <= MAX_BEND and last_burst <= MAX_LAST_BURST,
         finish=arrivals.finish,
+        curve=curve_of(events, first, span, total),
     )
+
+
+def curve_of(events: list[tuple[float, int]], first: float, span: float, total: int) -> list[tuple[float, float]]:
+    """The arrival curve, thinned; its last point stays."""
+    sums = itertools.accumulate(size for _, size in events)
+    points = [(round((t - first) / span, 4), round(n / total, 4)) for (t, _), n in zip(events, sums, strict=True)]
+    return [*points[: -1 : max(1, len(points) // CURVE)], points[-1]]
 
 
 def largest_bend(events: list[tuple[float, int]], first: float, span: float, total: int) -> float:
@@ -202,8 +217,42 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--ignore-eos", action="store_true", help="ask for all of --max-tokens")
     parser.add_argument("--api-key", default="", help="sent as a bearer token")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds without a byte (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE (- = standard output, no table)")
+    parser.add_argument(
+        "--json", "--out", metavar="FILE", help="write the figures to FILE (- = standard output, no table)"
+    )
     return parser.parse_args(argv)
+
+
+def machine() -> dict[str, Any]:
+    """This host; the server may be elsewhere."""
+    cpu = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as f:
+            cpu = next((line.split(":", 1)[1].strip() for line in f if line.startswith("model name")), cpu)
+    except OSError:
+        pass
+    return {"cpu": cpu, "cpus": os.cpu_count()}
+
+
+def record_of(args: argparse.Namespace, argv: list[str], verdicts: list[Verdict]) -> dict[str, Any]:
+    """The figures with their origin."""
+    even, bend, burst = (
+        all(v.even for v in verdicts),
+        max(v.bend for v in verdicts),
+        max(v.last_burst for v in verdicts),
+    )
+    return {
+        "what": "delivery of streams: does text arrive at the rate it is generated",
+        "machine": machine(),
+        "versions": {"python": platform.python_version()},
+        "command": shlex.join(["python3", "bench/stream_rate.py", *argv]),
+        "settings": {k: v for k, v in vars(args).items() if k not in ("api_key", "json")},
+        "raw": {"url": args.url, "even": even, "streams": [asdict(v) for v in verdicts]},
+        "bars": {
+            "stream.bend": {"value": bend, "want": f"<= {MAX_BEND}", "ok": bend <= MAX_BEND},
+            "stream.last_burst": {"value": burst, "want": f"<= {MAX_LAST_BURST}", "ok": burst <= MAX_LAST_BURST},
+        },
+    }
 
 
 def main(argv: list[str]) -> int:
@@ -214,7 +263,7 @@ def main(argv: list[str]) -> int:
         print(f"stream_rate: {e}", file=sys.stderr)
         return 2
     even = all(v.even for v in verdicts)
-    figures = json.dumps({"url": args.url, "even": even, "streams": [asdict(v) for v in verdicts]}, indent=2)
+    figures = json.dumps(record_of(args, argv, verdicts), indent=1)
     if args.json == "-":
         print(figures)
     else:

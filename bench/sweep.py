@@ -18,6 +18,7 @@ import argparse
 import http.client
 import itertools
 import json
+import os
 import platform
 import random
 import shlex
@@ -264,6 +265,25 @@ def sweep(args: argparse.Namespace, record: dict[str, Any]) -> None:
         record["raw"]["decode"].append(decode_cell(client, streams, questions, args))
 
 
+def machine(card: str) -> dict[str, Any]:
+    """The card as it was told, and this host; the server may be elsewhere."""
+    cpu = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as f:
+            cpu = next((line.split(":", 1)[1].strip() for line in f if line.startswith("model name")), cpu)
+    except OSError:
+        pass
+    return {**({"card": card} if card else {}), "cpu": cpu, "cpus": os.cpu_count()}
+
+
+def figures(raw: dict[str, Any]) -> dict[str, Any]:
+    """The medians by name; they have no limit."""
+    told = {"unit": "tokens/s", "says": "median, over HTTP"}
+    found = {f"sweep.prefill_{c['tokens']}": c["tok_s"] for c in raw["prefill"]}
+    found |= {f"sweep.decode_x{c['streams']}": c["tok_s"] for c in raw["decode"]}
+    return {name: {"value": round(value, 3), **told} for name, value in found.items()}
+
+
 def table(record: dict[str, Any]) -> str:
     lines = [f"{record['settings']['card']}  {record['settings']['config']}".strip()]
     for cell in record["raw"]["prefill"]:
@@ -303,11 +323,12 @@ def main(argv: list[str]) -> int:
     settings = {k: v for k, v in vars(args).items() if k not in ("api_key", "out")}
     record: dict[str, Any] = {
         "what": "prefill and decode speed over HTTP",
-        "machine": args.card or platform.node(),
+        "machine": machine(args.card),
         "versions": {"python": platform.python_version()},
         "command": shlex.join(["python3", "bench/sweep.py", *argv]),
         "settings": settings,
         "raw": {"prefill": [], "decode": []},
+        "bars": {},
     }
     code = 0
     try:
@@ -315,6 +336,7 @@ def main(argv: list[str]) -> int:
     except Failure as e:
         print(f"sweep: {e}", file=sys.stderr)
         record["failure"], code = str(e), 2
+    record["bars"] = figures(record["raw"])
     print(table(record))
     if args.out:
         with open(args.out, "w", encoding="utf-8") as f:

@@ -46,7 +46,10 @@ def test_a_result_has_the_common_form_and_honest_bars(path: Path) -> None:
     assert "cpu" in result["machine"]
     assert result["bars"]
     for name, bar in result["bars"].items():
-        assert bar["ok"] == holds(name, bar), name
+        if "want" in bar:  # a figure without a limit is held to nothing
+            assert bar["ok"] == holds(name, bar), name
+        else:
+            assert set(bar) <= {"value", "unit", "says"}, name
 
 
 def test_the_report_reads_every_result(tmp_path: Path) -> None:

@@ -176,8 +176,9 @@ def test_a_port_in_use_is_one_line(serve: Serve) -> None:
 
 
 def bench(name: str, *arguments: str) -> tuple[int, Any, str]:
+    """Exit code, figures and messages of a client that needs the standard library alone."""
     done = subprocess.run(
-        [sys.executable, str(BENCH / name), *arguments, "--json", "-"],
+        [sys.executable, "-S", "-I", str(BENCH / name), *arguments, "--json", "-"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -189,32 +190,41 @@ def bench(name: str, *arguments: str) -> tuple[int, Any, str]:
 def test_stream_rate_passes_on_this_server(serve: Serve) -> None:
     code, figures, told = bench("stream_rate.py", "--url", serve(TALK).url, "--streams", "4")
     assert (code, told) == (0, "")
-    assert len(figures["streams"]) == 4
-    for stream in figures["streams"]:
+    assert len(figures["raw"]["streams"]) == 4
+    for stream in figures["raw"]["streams"]:
         assert stream["tokens_per_s"] == pytest.approx(100, rel=0.2)
         assert stream["tokens"] == 101
+        assert stream["curve"][-1] == [1.0, 1.0]
+        assert stream["curve"] == sorted(stream["curve"])
 
 
 class HalfSpeed(http.server.BaseHTTPRequestHandler):
-    """A server that delivers half of the text at half speed and the rest at the end."""
+    """Stands before a real server and passes its events on at half the rate they come; the rest at the end, at once."""
+
+    upstream = ""
 
     def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        request = urllib.request.Request(self.upstream + self.path, body, {"Content-Type": "application/json"})
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        for i in range(100):
-            delta = {"choices": [{"index": 0, "delta": {"content": "word "}, "finish_reason": None}]}
-            self.wfile.write(b"data: " + json.dumps(delta).encode() + b"\n\n")
-            if i < 50:
-                time.sleep(0.02)
-        self.wfile.write(b"data: [DONE]\n\n")
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            held: list[bytes] = []
+            for i, line in enumerate(reply):
+                held.append(line)
+                if i % 4 == 3:  # an event is two lines, so one event for every two that came
+                    self.wfile.write(held.pop(0) + held.pop(0))
+                    self.wfile.flush()
+        self.wfile.write(b"".join(held))
 
     def log_message(self, *args: Any) -> None:
         pass
 
 
-def test_stream_rate_fails_on_a_server_that_flushes_at_the_end() -> None:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), HalfSpeed)
+def test_stream_rate_fails_on_a_server_at_half_speed_that_flushes_at_the_end(serve: Serve) -> None:
+    handler = type("Handler", (HalfSpeed,), {"upstream": serve(TALK).url})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         code, figures, _ = bench("stream_rate.py", "--url", f"http://127.0.0.1:{server.server_port}")
@@ -222,8 +232,10 @@ def test_stream_rate_fails_on_a_server_that_flushes_at_the_end() -> None:
         server.shutdown()
         server.server_close()
     assert code == 1
-    assert figures["even"] is False
-    assert figures["streams"][0]["bend"] > 0.3
+    assert figures["raw"]["even"] is False
+    assert figures["raw"]["streams"][0]["tokens"] == 101
+    assert figures["bars"]["stream.bend"]["value"] > 0.4
+    assert figures["bars"]["stream.last_burst"]["ok"] is False
 
 
 def test_stream_rate_gives_no_verdict_without_a_server_or_on_a_short_answer(serve: Serve) -> None:
