@@ -66,6 +66,7 @@ class ExpertCache {
     // clock_step for the layer on this host, and the copies of what it admitted, queued on `stream`.
     const ClockStep& step(int layer, std::span<const std::int64_t> picks, int rows, int max_admissions,
                           StreamHandle stream);
+    const ClockScratch& scratch() const { return scratch_; }  // as the last step left it, for split_step
     // clock_note_rows: counts (experts) picks among `rows` rows of a prompt.
     void note_rows(int layer, std::span<const std::int32_t> counts, int rows);
 

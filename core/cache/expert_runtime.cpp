@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
+#include "cache/lane_link.h"
 #include "common/bytes.h"
 
 namespace glm53 {
@@ -124,6 +126,10 @@ ExpertRuntime::~ExpertRuntime() {
     }
 }
 
+const ExpertStepView& ExpertRuntime::view() const {
+    return memory_->view;
+}
+
 void ExpertRuntime::check_layer(int layer) const {
     if (layer < 0 || layer >= config_.clock.layers) {
         throw std::out_of_range("ExpertRuntime: no layer " + std::to_string(layer));
@@ -201,29 +207,41 @@ void ExpertRuntime::point_all(StreamHandle compute) {
     }
 }
 
-void ExpertRuntime::decode(int layer, const std::int64_t* picks, int n, int rows, StreamHandle compute) {
+void ExpertRuntime::check_decode(int layer, int n, int rows) const {
     check_layer(layer);
     if (n < 0 || n > kClockMaxPicks || rows < 0) {
         throw std::invalid_argument("ExpertRuntime: a decode step has at most " + std::to_string(kClockMaxPicks) +
                                     " picks, got " + std::to_string(n));
     }
-    const int limit = config_.clock.max_admissions;
+}
+
+void ExpertRuntime::decode(int layer, const std::int64_t* picks, int n, int rows, StreamHandle compute) {
+    check_decode(layer, n, rows);
+    if (lane_) lane_->drop(compute);
     if (on_device()) {
-        launch_decode_step(memory_->view, layer, picks, n, rows, limit, compute);
-        return;
+        launch_decode_step(memory_->view, layer, picks, n, rows, config_.clock.max_admissions, compute);
+    } else {
+        host_step(layer, picks, n, rows, compute);
     }
-    const ClockStep& step = cache_->step(layer, {picks, static_cast<std::size_t>(n)}, rows, limit, compute);
+}
+
+// The step of a device without kernels.
+const ClockStep& ExpertRuntime::host_step(int layer, const std::int64_t* picks, int n, int rows, StreamHandle compute) {
+    const ClockStep& step =
+        cache_->step(layer, {picks, static_cast<std::size_t>(n)}, rows, config_.clock.max_admissions, compute);
     for (int u = 0; u < step.unique; ++u) {
         if (step.evicted[u] < 0) continue;
         const int owner = step.evicted[u] / config_.clock.experts, expert = step.evicted[u] % config_.clock.experts;
         point(owner, expert, away(owner, expert));
     }
     for (int u = 0; u < step.unique; ++u) point(layer, step.expert[u], found(layer, step.expert[u]));
+    return step;
 }
 
 void ExpertRuntime::prompt(int layer, const std::int64_t* picks, int n, int rows, StreamHandle compute) {
     check_layer(layer);
     if (n < 0 || rows < 0) throw std::invalid_argument("ExpertRuntime: picks and rows must not be negative");
+    if (lane_) lane_->drop(compute);
     if (on_device()) {
         launch_prompt_step(memory_->view, layer, picks, n, rows, !in_prompt(), compute);
         return;
@@ -324,6 +342,14 @@ RuntimeStats ExpertRuntime::stats(StreamHandle compute) {
         device_->copy_async(&stats.prompts, memory_->view.prompts, sizeof stats.prompts, compute);
         device_->stream_synchronize(compute);
     }
+    if (lane_) {
+        const LaneCounts lane = lane_->counts(compute);
+        stats.cpu_picks += lane.experts;
+        stats.cpu_steps += lane.steps;
+    }
+    stats.cpu_bytes =
+        stats.cpu_picks * std::accumulate(config_.part_bytes.begin(), config_.part_bytes.end(), std::uint64_t{0});
+    stats.cache.home_bytes -= stats.cpu_bytes;
     return stats;
 }
 

@@ -13,17 +13,24 @@
 //            buffer. All of them hold its bytes: an entry may be stale (home though resident), never wrong.
 // States     Ready -> Prompt (begin_prompt) -> Ready (finish_prompt, also after a failed pass). Between download and
 //            upload the host owns the policy state; every public call leaves it with the device.
+// CPU lane   attach_lane ... detach_lane, between passes. While one is attached, decode_split may stand for decode: the
+//            coldest misses get their sum from the lane's workers, and add_partial adds it behind the experts' kernels
+//            of the same layer. The lane is open until a job of it is not kOk, then it gets nothing any more and
+//            decode_split is decode. Everything else, decode too, is the same with and without it.
 // Threads    one, the one that queues the forward passes; `compute` is always its stream.
 // Costs      decode and prompt: one call, one or two launches. enter_layer waits for the layer's copies to be issued.
 //            begin_prompt, lend, take_back, refill, stats: two copies of the policy state (100 KiB) and a wait for
 //            `compute`, so they belong between forward passes.
 #pragma once
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <vector>
 
 #include "cache/expert_cache.h"
+#include "cache/split.h"
+#include "cpu/lane_block.h"
 #include "cuda/expert_step.h"
 #include "memory/host_arena.h"
 #include "memory/stage_feeder.h"
@@ -45,7 +52,12 @@ struct RuntimeStats {
     std::uint64_t staged_experts = 0;
     std::uint64_t long_prompts = 0;
     std::uint64_t host_waits = 0;  // times a call here waited for the compute stream
+    std::uint64_t cpu_picks = 0;   // distinct experts of a step that the CPU lane computed
+    std::uint64_t cpu_steps = 0;   // steps of a layer that had any
+    std::uint64_t cpu_bytes = 0;   // of those experts; not in cache.home_bytes, for they did not cross PCIe
 };
+
+class LaneLink;
 
 class ExpertRuntime {
   public:
@@ -59,6 +71,25 @@ class ExpertRuntime {
     // picks: (n) expert ids of `rows` rows, readable by the device.
     void decode(int layer, const std::int64_t* picks, int n, int rows, StreamHandle compute);
     void prompt(int layer, const std::int64_t* picks, int n, int rows, StreamHandle compute);
+
+    // arena: at least lane_block_bytes(hidden) bytes, page-locked for this device, not sealed, the one that a CpuLane
+    // over the same layers serves; it outlives the attachment. limit: how long add_partial waits for a sum, longer than
+    // the lane's own limit. To be called while the compute stream is idle. std::logic_error when one is attached,
+    // std::invalid_argument for what does not fit.
+    void attach_lane(HostArena& arena, int hidden, const SplitConfig& split, std::chrono::milliseconds limit);
+    void detach_lane(StreamHandle compute);  // does nothing when none is attached
+    bool has_lane() const { return lane_ != nullptr; }
+    void set_split(const SplitConfig& split, StreamHandle compute);
+    // decode for n = rows * top_k picks of up to 8 rows, and the CPU's part of them. x (rows, hidden) and weights
+    // (rows, top_k), fp16 and contiguous; x 16-byte aligned. Writes 0 over the weights of picks that went to the CPU
+    // (cuda/lane_step.h says why); picks stay.
+    void decode_split(int layer, const std::int64_t* picks, int n, int rows, const void* x, void* weights,
+                      StreamHandle compute);
+    // out (rows, hidden), floats or fp16 (`half`), += what the CPU computed for the last decode_split, if that gave it
+    // anything; rows are that step's. A sum that was not asked for is dropped by whatever comes next.
+    void add_partial(int rows, void* out, bool half, StreamHandle compute);
+    // kOk until a sum was not had; one word of host memory, no wait. The step in which it changed has no valid output.
+    cpu::LaneVerdict lane_verdict() const;
 
     // stage_bytes: size of each of the two buffers, rounded down to whole experts, at least one.
     void begin_prompt(std::size_t stage_bytes, StreamHandle compute, StreamHandle copy);
@@ -90,6 +121,10 @@ class ExpertRuntime {
     struct DeviceMemory;  // the device's copies of tables' addresses, segments, copy list and counters
 
     void check_layer(int layer) const;
+    void check_decode(int layer, int n, int rows) const;
+    const ClockStep& host_step(int layer, const std::int64_t* picks, int n, int rows, StreamHandle compute);
+    const ExpertStepView& view() const;  // on a device with kernels
+    LaneLink& attached() const;
     bool on_device() const { return memory_ != nullptr; }
     void download(StreamHandle compute);
     void upload(StreamHandle compute);
@@ -118,6 +153,7 @@ class ExpertRuntime {
     std::unique_ptr<DeviceMemory> memory_;
     std::unique_ptr<StagingBuffers> staging_;
     std::unique_ptr<StageFeeder> feeder_;  // during a long prompt
+    std::unique_ptr<LaneLink> lane_;
     StreamHandle compute_ = nullptr, copy_ = nullptr;
     int entered_ = -1;
     RuntimeStats totals_;

@@ -8,7 +8,8 @@
 // An expert that several rows picked is decoded once for all of them on either lane: over PCIe its rows cost nothing
 // more, on the CPU each further row costs B_row. The smallest time wins; among equal ones the smallest c, since the GPU
 // computes those experts as exact mode does.
-// Never on the CPU  hits, and misses that the policy admitted: those cross PCIe in any case and count in n - c.
+// Never on the CPU  hits, also those in a staging buffer, which do not count in n; and misses that the policy admitted:
+//          those cross PCIe in any case and count in n - c.
 // Costs    n^2 / 32 compares and n^2 / 32 additions a lane of a warp for n misses, two reductions.
 #pragma once
 #include "cache/clock.h"
@@ -47,6 +48,28 @@ struct SplitStep {
 struct SplitScratch {
     std::int32_t order[kClockMaxPicks];  // indices of the misses that may go to the CPU, coldest first
 };
+
+// Where a layer's experts are read that no slot has: at `home`, `stride` bytes apart, or in a staging buffer of device
+// memory.
+struct AwayRow {
+    const std::uint64_t* at;  // (experts)
+    std::uint64_t home, stride;
+    GLM53_HD bool staged(int expert) const { return at[expert] != home + static_cast<std::uint64_t>(expert) * stride; }
+};
+
+// To be called between clock_step and split_step: makes staged misses hits, as which the split must see them.
+template <class Lanes>
+GLM53_HD void split_staged(const AwayRow& away, ClockStep& step, ClockScratch& clock, const Lanes& lanes) {
+    for (int u = lanes.lane(); u < step.unique; u += lanes.width()) {
+        if (step.kind[u] == PickKind::Miss && away.staged(step.expert[u])) clock.miss_key[u] = kNoKey;
+    }
+    lanes.sync();
+    int staged = 0;
+    for (int u = 0; u < step.unique; ++u) staged += step.kind[u] == PickKind::Miss && clock.miss_key[u] == kNoKey;
+    lanes.sync();
+    if (lanes.lane() == 0) step.hits += staged;
+    lanes.sync();
+}
 
 GLM53_HD std::uint32_t split_clip(std::uint64_t ns) {
     return ns < kNoKey ? static_cast<std::uint32_t>(ns) : kNoKey - 1;

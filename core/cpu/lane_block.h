@@ -101,11 +101,35 @@ __host__ __device__
             reinterpret_cast<LaneDone*>(base + done), reinterpret_cast<float*>(base + done + sizeof(LaneDone))};
 }
 
+// The number of the last job that was published in a block; a publisher that comes later goes on behind it.
+inline std::uint32_t lane_last_job(void* block, int hidden) {
+    const std::uint32_t even = lane_slot(block, hidden, 0).job->published;
+    const std::uint32_t odd = lane_slot(block, hidden, 1).job->published;
+    return static_cast<std::int32_t>(odd - even) > 0 ? odd : even;
+}
+
 GLM53_LANE_HD std::uint64_t lane_done_word(LaneVerdict verdict, std::uint32_t job) {
     return static_cast<std::uint64_t>(verdict) << 32 | job;
 }
 GLM53_LANE_HD LaneVerdict lane_verdict(std::uint64_t word, std::uint32_t job) {
     return static_cast<std::uint32_t>(word) == job ? static_cast<LaneVerdict>(word >> 32) : LaneVerdict::kPending;
+}
+
+// As people read it.
+inline const char* lane_verdict_name(LaneVerdict verdict) {
+    switch (verdict) {
+        case LaneVerdict::kPending:
+            return "pending";
+        case LaneVerdict::kOk:
+            return "ok";
+        case LaneVerdict::kBadJob:
+            return "bad job";
+        case LaneVerdict::kStalled:
+            return "stalled";
+        case LaneVerdict::kDied:
+            break;
+    }
+    return "died";
 }
 
 }  // namespace glm53::cpu

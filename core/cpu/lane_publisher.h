@@ -22,8 +22,9 @@ struct LaneRequest {
 
 class LanePublisher {
   public:
-    // `block` as the CpuLane that serves it has it, before the first job.
-    LanePublisher(void* block, int hidden) : block_(block), hidden_(hidden) {}
+    // `block` as the CpuLane that serves it has it, while no job is outstanding.
+    LanePublisher(void* block, int hidden)
+        : block_(block), hidden_(hidden), published_(lane_last_job(block, hidden)), read_(published_) {}
 
     // Returns the job's number. Throws std::logic_error when two jobs are outstanding or the lane has ended, and
     // std::invalid_argument for a request that does not fit the slot.
@@ -39,7 +40,7 @@ class LanePublisher {
   private:
     void* const block_;
     const int hidden_;
-    std::uint32_t published_ = 0, read_ = 0;
+    std::uint32_t published_, read_;
     bool ended_ = false;
 };
 

@@ -1,30 +1,11 @@
 #include "cuda/expert_step.h"
 
-#include <cuda_runtime.h>
-
-#include <string>
-
-#include "cache/clock.h"
+#include "cuda/expert_step.cuh"
 
 namespace glm53 {
 namespace {
 
 constexpr int kCopyBlocks = 16, kCopyThreads = 512, kCopyUnroll = 4;  // enough loads in flight for a full PCIe link
-
-__device__ std::uint64_t slot_address(const ExpertStepView& v, int slot) {
-    return v.segments[slot / v.segment_slots] + static_cast<std::uint64_t>(slot % v.segment_slots) * v.slot_bytes;
-}
-
-__device__ std::uint64_t away_address(const ExpertStepView& v, int layer, int expert) {
-    return v.away[layer * v.sizes.experts + expert];
-}
-
-__device__ void point(const ExpertStepView& v, int layer, int expert, std::uint64_t base) {
-    const LayerTables& tables = v.layers[layer];
-    for (int p = 0; p < kExpertParts; ++p) {
-        tables.part[p][expert] = static_cast<std::int64_t>(base + v.part_offset[p]);
-    }
-}
 
 __global__ void __launch_bounds__(kDecideThreads)
     decide_kernel(ExpertStepView v, int layer, const std::int64_t* picks, int n, int rows, int max_admissions) {
@@ -32,27 +13,7 @@ __global__ void __launch_bounds__(kDecideThreads)
     __shared__ ClockScratch scratch;
     const WarpLanes lanes;
     clock_step(clock_view(v.block, v.sizes), layer, picks, n, rows, max_admissions, step, scratch, lanes);
-    for (int u = lanes.lane(); u < step.unique; u += lanes.width()) {
-        if (step.evicted[u] >= 0) {
-            const int owner = step.evicted[u] / v.sizes.experts, expert = step.evicted[u] % v.sizes.experts;
-            point(v, owner, expert, away_address(v, owner, expert));
-        }
-    }
-    lanes.sync();
-    for (int u = lanes.lane(); u < step.unique; u += lanes.width()) {
-        const int expert = step.expert[u];
-        point(v, layer, expert, step.slot[u] >= 0 ? slot_address(v, step.slot[u]) : away_address(v, layer, expert));
-    }
-    if (lanes.lane() == 0) {
-        int count = 0;
-        for (int u = 0; u < step.unique; ++u) {
-            if (step.kind[u] != PickKind::Admitted) continue;
-            v.copies->from[count] = away_address(v, layer, step.expert[u]);
-            v.copies->to[count] = slot_address(v, step.slot[u]);
-            ++count;
-        }
-        v.copies->count = count;
-    }
+    apply_step(v, layer, step, lanes);
 }
 
 // Plain loads of mapped host memory or of a staging buffer: no cache holds stale bytes of homes, which never change,
@@ -124,13 +85,6 @@ __global__ void __launch_bounds__(kPromptThreads)
     }
 }
 
-void check_launch(const char* kernel) {
-    const cudaError_t status = cudaGetLastError();
-    if (status == cudaSuccess) return;
-    throw DeviceFailure(std::string(kernel) + ": " + cudaGetErrorName(status) + " (" + cudaGetErrorString(status) +
-                        "); this build may lack code for this GPU's architecture");
-}
-
 }  // namespace
 
 void launch_decode_step(const ExpertStepView& view, int layer, const std::int64_t* picks, int n, int rows,
@@ -138,8 +92,11 @@ void launch_decode_step(const ExpertStepView& view, int layer, const std::int64_
     const auto on = static_cast<cudaStream_t>(stream);
     decide_kernel<<<1, kDecideThreads, 0, on>>>(view, layer, picks, n, rows, max_admissions);
     check_launch("decide_kernel");
-    if (max_admissions <= 0) return;
-    copy_kernel<<<kCopyBlocks, kCopyThreads, 0, on>>>(view.copies, view.slot_bytes);
+    if (max_admissions > 0) launch_copy_admitted(view, stream);
+}
+
+void launch_copy_admitted(const ExpertStepView& view, StreamHandle stream) {
+    copy_kernel<<<kCopyBlocks, kCopyThreads, 0, static_cast<cudaStream_t>(stream)>>>(view.copies, view.slot_bytes);
     check_launch("copy_kernel");
 }
 

@@ -2,7 +2,8 @@
 //
 // A step is two launches on the compute stream: one warp runs clock_step on the layer's picks, repoints the tables of
 // what it touched and lists the admitted experts; a second grid copies those from their pinned home into their slots.
-// Everything queued behind them on the stream reads valid addresses. The host waits for nothing.
+// Everything queued behind them on the stream reads valid addresses. The host waits for nothing. With the CPU lane
+// another kernel decides (lane_step.h).
 // Costs     decide: one warp, a few microseconds. copy: 50 GB/s of a PCIe 5 x16 link, an empty launch without
 //           admissions. prompt: one block, one pass over the picks and one over the experts.
 #pragma once
@@ -50,6 +51,8 @@ struct ExpertStepView {
 // picks: (n) expert ids of `rows` rows in device memory, n <= kClockMaxPicks. DeviceFailure when a launch is refused.
 void launch_decode_step(const ExpertStepView& view, int layer, const std::int64_t* picks, int n, int rows,
                         int max_admissions, StreamHandle stream);
+// The second launch of a step: copies what the first one listed.
+void launch_copy_admitted(const ExpertStepView& view, StreamHandle stream);
 
 // Counts a chunk's picks; with `point` the whole layer's table is set to slot or home.
 void launch_prompt_step(const ExpertStepView& view, int layer, const std::int64_t* picks, int n, int rows, bool point,

@@ -24,22 +24,6 @@ using FloatRows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device
 using PickRows = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using OutRows = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
 
-const char* verdict_name(cpu::LaneVerdict verdict) {
-    switch (verdict) {
-        case cpu::LaneVerdict::kPending:
-            return "pending";
-        case cpu::LaneVerdict::kOk:
-            return "ok";
-        case cpu::LaneVerdict::kBadJob:
-            return "bad job";
-        case cpu::LaneVerdict::kStalled:
-            return "stalled";
-        case cpu::LaneVerdict::kDied:
-            break;
-    }
-    return "died";
-}
-
 std::span<std::byte> writable(HostArena& arena) {
     if (arena.state() == ArenaState::Sealed) throw std::invalid_argument("the CPU lane's arena is sealed");
     return {arena.data(), arena.bytes()};
@@ -60,7 +44,7 @@ void make_lane(cpu::CpuLane* self, std::vector<const cpu::ExpertTable*> tables, 
 nb::dict health(const cpu::CpuLane& lane) {
     const cpu::LaneHealth h = lane.health();
     nb::dict result;
-    result["verdict"] = verdict_name(h.verdict);
+    result["verdict"] = cpu::lane_verdict_name(h.verdict);
     result["job"] = h.job;
     result["worker"] = h.worker;
     result["reason"] = h.reason;
@@ -94,7 +78,7 @@ uint32_t publish(cpu::LanePublisher& publisher, int layer, const FloatRows& x, c
 
 const char* wait(cpu::LanePublisher& publisher, int limit_ms) {
     const nb::gil_scoped_release release;
-    return verdict_name(publisher.await(std::chrono::milliseconds(limit_ms)));
+    return cpu::lane_verdict_name(publisher.await(std::chrono::milliseconds(limit_ms)));
 }
 
 OutRows result(const cpu::LanePublisher& publisher, size_t rows) {
@@ -152,7 +136,7 @@ void bind_split(nb::module_& m) {
 void bind_lane(nb::module_& m) {
     nb::class_<cpu::CpuLane>(m, "CpuLane",
                              "Persistent workers that compute what a decode step leaves to the CPU; jobs come through "
-                             "an arena that a GPU kernel or a LanePublisher writes. No engine uses it yet.")
+                             "an arena that an ExpertRuntime or a LanePublisher writes.")
         .def("__init__", &make_lane, "tables"_a, "arena"_a, "threads"_a = 0, "cpus"_a = nb::none(), "isa"_a = "auto",
              "spin_us"_a = 2000, "limit_ms"_a = 1500, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
              "tables: one ExpertTable a MoE layer, of one hidden size. arena: lane_block_bytes(hidden) bytes, not "

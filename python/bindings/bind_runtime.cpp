@@ -60,6 +60,9 @@ nb::dict runtime_stats(ExpertRuntime& runtime, std::uintptr_t stream) {
     d["staged_experts"] = s.staged_experts;
     d["long_prompts"] = s.long_prompts;
     d["host_waits"] = s.host_waits;
+    d["cpu_picks"] = s.cpu_picks;
+    d["cpu_steps"] = s.cpu_steps;
+    d["cpu_bytes"] = s.cpu_bytes;
     return d;
 }
 
@@ -115,9 +118,54 @@ const std::int64_t* picks_at(std::uintptr_t address) {
     return reinterpret_cast<const std::int64_t*>(address);
 }
 
-void bind_expert_runtime(nb::module_& m) {
-    nb::class_<ExpertRuntime>(m, "ExpertRuntime",
-                              "Slots, tables and staging of all MoE layers; one thread, one stream.")
+void bind_runtime_lane(nb::class_<ExpertRuntime>& runtime) {
+    runtime
+        .def(
+            "attach_lane",
+            [](ExpertRuntime& r, HostArena& arena, int hidden, const SplitConfig& split, int limit_ms) {
+                r.attach_lane(arena, hidden, split, std::chrono::milliseconds(limit_ms));
+            },
+            "arena"_a, "hidden"_a, "split"_a, "limit_ms"_a, nb::keep_alive<1, 2>(),
+            "Takes the CPU lane that serves `arena` (page-locked for the device, not sealed) for decode_split, while "
+            "the "
+            "stream is idle. limit_ms: how long add_partial waits for a sum; more than the lane's own limit. "
+            "RuntimeError "
+            "when one is attached, ValueError for an arena, sizes or constants that do not fit.")
+        .def(
+            "detach_lane", [](ExpertRuntime& r, std::uintptr_t s) { r.detach_lane(stream_of(s)); }, "stream"_a,
+            nb::call_guard<nb::gil_scoped_release>(), "Waits for the stream; does nothing when no lane is attached.")
+        .def_prop_ro("has_lane", &ExpertRuntime::has_lane)
+        .def(
+            "set_split",
+            [](ExpertRuntime& r, const SplitConfig& split, std::uintptr_t s) { r.set_split(split, stream_of(s)); },
+            "split"_a, "stream"_a, "New constants from the next step on; waits for the stream.")
+        .def(
+            "decode_split",
+            [](ExpertRuntime& r, int layer, std::uintptr_t picks, int n, int rows, std::uintptr_t x,
+               std::uintptr_t weights, std::uintptr_t stream) {
+                r.decode_split(layer, picks_at(picks), n, rows, reinterpret_cast<const void*>(x),
+                               reinterpret_cast<void*>(weights), stream_of(stream));
+            },
+            "layer"_a, "picks"_a, "n"_a, "rows"_a, "x"_a, "weights"_a, "stream"_a,
+            "decode, but the coldest misses go to the CPU lane. x: address of (rows, hidden) fp16; weights: address of "
+            "(rows, n / rows) fp16, where 0 is written over those of the picks that went there.")
+        .def(
+            "add_partial",
+            [](ExpertRuntime& r, int rows, std::uintptr_t out, bool half, std::uintptr_t stream) {
+                r.add_partial(rows, reinterpret_cast<void*>(out), half, stream_of(stream));
+            },
+            "rows"_a, "out"_a, "half"_a, "stream"_a, nb::call_guard<nb::gil_scoped_release>(),
+            "Adds the CPU's sum of the last decode_split, if it had any, to out: (rows, hidden) fp16 (half) or fp32.")
+        .def(
+            "lane_verdict", [](const ExpertRuntime& r) { return cpu::lane_verdict_name(r.lane_verdict()); },
+            "'ok', or why a sum was not had: 'bad job', 'stalled', 'died'. The step in which it changed is not valid; "
+            "from then on nothing goes to the CPU.");
+}
+
+nb::class_<ExpertRuntime> bind_expert_runtime(nb::module_& m) {
+    nb::class_<ExpertRuntime> runtime(m, "ExpertRuntime",
+                                      "Slots, tables and staging of all MoE layers; one thread, one stream.");
+    runtime
         .def(
             "__init__",
             [](ExpertRuntime* self, std::shared_ptr<Device> device, int experts, int slots, int segment_slots,
@@ -185,12 +233,14 @@ void bind_expert_runtime(nb::module_& m) {
              "(slot, entry, part) of every resident expert that differs from its home; [] when all is well.")
         .def("stats", &runtime_stats, "stream"_a)
         .def_prop_ro("slot_bytes", &ExpertRuntime::slot_bytes);
+    return runtime;
 }
 
 }  // namespace
 
 void bind_runtime(nb::module_& m) {
-    bind_expert_runtime(m);
+    nb::class_<ExpertRuntime> runtime = bind_expert_runtime(m);
+    bind_runtime_lane(runtime);
 }
 
 }  // namespace glm53::bindings

@@ -28,6 +28,6 @@ NB_MODULE(_core, m) {
     glm53::bindings::bind_cpu(m);
     glm53::bindings::bind_memory(m);  // before whoever takes a Device
     glm53::bindings::bind_clock(m);
-    glm53::bindings::bind_runtime(m);
     glm53::bindings::bind_lane(m);  // after ExpertTable and HostArena
+    glm53::bindings::bind_runtime(m);
 }

@@ -100,8 +100,8 @@ struct Layer {
     std::vector<Linear> gate, up, down;
     ExpertTable table;
 
-    Layer(int experts, int bits) : table(experts, kHidden, kInter, kLimit) {
-        std::mt19937 random(static_cast<unsigned>(bits));
+    Layer(int experts, int bits, unsigned seed = 0) : table(experts, kHidden, kInter, kLimit) {
+        std::mt19937 random(static_cast<unsigned>(bits) + 100 * seed);
         for (int e = 0; e < experts; ++e) {
             gate.emplace_back(kHidden, kInter, bits, 2.0f / 16, random);
             up.emplace_back(kHidden, kInter, bits, 2.0f / 16, random);

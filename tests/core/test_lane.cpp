@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -263,12 +264,13 @@ TEST_CASE("a lane that is closed leaves no job without a verdict") {
     const World world;
     const Job job = one_pick(0);
     for (int i = 0; i < 20; ++i) {
-        LanePublisher fresh(world.arena.data(), kHidden);
+        std::optional<LanePublisher> fresh;
         {
             CpuLane lane(world.tables(), world.block(), quick(2));
-            fresh.publish(job.request());
+            fresh.emplace(world.arena.data(), kHidden);
+            fresh->publish(job.request());
         }
-        const LaneVerdict verdict = fresh.poll();
+        const LaneVerdict verdict = fresh->poll();
         CHECK((verdict == LaneVerdict::kOk || verdict == LaneVerdict::kDied));
     }
 }
@@ -308,4 +310,20 @@ TEST_CASE("pinned workers, and what a lane refuses") {
     LanePublisher publisher(world.arena.data(), kHidden);
     CHECK_THROWS_AS(publisher.publish({0, 9, 1, nullptr, nullptr, nullptr}), std::invalid_argument);
     CHECK_THROWS_AS(publisher.publish({0, 8, 9, nullptr, nullptr, nullptr}), std::invalid_argument);
+}
+
+TEST_CASE("the last job of a block, also where numbers wrap") {
+    HostArena arena(cpu::lane_block_bytes(kHidden), "CPU lane");
+    const auto last = [&](std::uint32_t even, std::uint32_t odd) {
+        cpu::lane_slot(arena.data(), kHidden, 0).job->published = even;
+        cpu::lane_slot(arena.data(), kHidden, 1).job->published = odd;
+        return cpu::lane_last_job(arena.data(), kHidden);
+    };
+    CHECK(last(0, 0) == 0);
+    CHECK(last(0, 1) == 1);
+    CHECK(last(2, 1) == 2);
+    CHECK(last(2, 3) == 3);
+    CHECK(last(0xfffffffe, 0xffffffff) == 0xffffffff);
+    CHECK(last(0, 0xffffffff) == 0);
+    CHECK(last(0, 1) == 1);
 }

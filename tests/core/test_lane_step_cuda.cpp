@@ -1,156 +1,166 @@
-// The GPU's end of the CPU lane, on a GPU: random jobs published by a kernel, computed by the lane, added by a kernel.
-#include <doctest/doctest.h>
+// The CPU lane of an ExpertRuntime on a GPU: the cases of the host device, then what only a GPU can show: whole layers
+// queued without a wait, captured graphs, and a long soak, all bit for bit. Run it before anything relies on the
+// kernels:
+//   cmake --preset cuda -DGLM53_TESTS=ON && cmake --build --preset cuda && build/cuda/tests/core/test_lane_step_cuda
+#include <cuda_runtime_api.h>
 
-#include <atomic>
-#include <chrono>
-#include <random>
-#include <thread>
-#include <vector>
+#include "runtime_lane_cases.h"
 
-#include "cpu/lane.h"
-#include "cpu/moe.h"
-#include "cuda/lane_step.h"
-#include "memory/host_arena.h"
-#include "small_experts.h"
-
-using namespace glm53;
-using namespace glm53::test;
-using namespace std::chrono_literals;
-using cpu::CpuLane;
-using cpu::LaneVerdict;
+std::shared_ptr<glm53::Device> make_test_device() {
+    return glm53::make_cuda_device(0);
+}
 
 namespace {
 
-constexpr int kExperts = 5, kTopK = 3, kDiverted = 1 << 20;
+void check(cudaError_t status) {
+    CAPTURE(cudaGetErrorString(status));
+    REQUIRE(status == cudaSuccess);
+}
 
-// A buffer of the device with a host image.
-template <class T>
-class Both {
-  public:
-    Both(std::shared_ptr<Device> device, size_t count)
-        : host(count), device_(std::move(device)), at_(device_->alloc(count * sizeof(T))) {}
-    ~Both() { device_->free(at_); }
-    Both(const Both&) = delete;
-    Both& operator=(const Both&) = delete;
-
-    T* at() const { return static_cast<T*>(at_); }
-    void to_device() { copy(at_, host.data()); }
-    void to_host() { copy(host.data(), at_); }
-
-    std::vector<T> host;
-
-  private:
-    void copy(void* to, const void* from) {
-        device_->copy_async(to, from, host.size() * sizeof(T), nullptr);
-        device_->stream_synchronize(nullptr);
-    }
-    std::shared_ptr<Device> device_;
-    void* at_;
+struct Stream {
+    cudaStream_t handle = nullptr;
+    Stream() { check(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking)); }
+    ~Stream() { cudaStreamDestroy(handle); }
 };
 
-struct World {
-    std::shared_ptr<Device> device = make_cuda_device(0);
-    Layer layer{kExperts, 3};
-    HostArena arena{cpu::lane_block_bytes(kHidden), "CPU lane", device};
-    HostArena word{4096, "status", device};
-    Both<LaneDeviceState> state{device, 1};
-    Both<std::int64_t> picks{device, 8 * kTopK};
-    Both<std::int32_t> on_cpu{device, 8 * kTopK};
-    Both<std::uint16_t> weights{device, 8 * kTopK}, x{device, 8 * kHidden};
-    Both<float> out{device, 8 * kHidden};
-    std::mt19937 random{3};
-
-    World() { state.to_device(); }
-    LaneStepView view() {
-        return {arena.device_address(), kHidden, state.at(), static_cast<std::uint32_t*>(word.device_address()),
-                4'000'000'000};
+// A step's sum of the picks that lost their weights, computed as the lane does: bit for bit.
+std::vector<float> diverted_sum(World& w, const StepData& before, const StepData& after) {
+    StepData only = before;
+    for (std::size_t i = 0; i < only.weights.size(); ++i) {
+        if (after.weights[i] == before.weights[i]) only.weights[i] = 0;
     }
-    std::uint32_t status() { return std::atomic_ref(*reinterpret_cast<std::uint32_t*>(word.data())).load(); }
+    return w.sum_at_home(only);
+}
 
-    // Fills a step's inputs, runs publish and add, and brings everything back.
-    void step(int rows, bool any) {
-        std::normal_distribution<float> normal;
-        for (auto& pick : picks.host) pick = static_cast<std::int64_t>(random() % kExperts);
-        for (auto& on : on_cpu.host) on = any && random() % 2;
-        for (auto& weight : weights.host) weight = float_to_half(normal(random));
-        for (auto& value : x.host) value = float_to_half(normal(random));
-        for (auto& value : out.host) value = normal(random);
-        before = out.host;
-        chosen = picks.host;
-        picks.to_device();
-        on_cpu.to_device();
-        weights.to_device();
-        x.to_device();
-        out.to_device();
-        launch_lane_publish(view(), {0, rows, kTopK, picks.at(), on_cpu.at(), weights.at(), x.at(), kDiverted},
-                            nullptr);
-        launch_lane_add(view(), rows, out.at(), nullptr);
-        out.to_host();
-        picks.to_host();
-    }
-    // before + what CpuMoe gives for the picks that went to the CPU.
-    std::vector<float> expected(cpu::CpuMoe& moe, int rows) const {
-        std::vector<std::int64_t> here(chosen.begin(), chosen.begin() + rows * kTopK);
-        std::vector<float> w, in, sum(static_cast<size_t>(rows * kHidden));
-        for (size_t i = 0; i < here.size(); ++i) {
-            w.push_back(half_to_float(weights.host[i]));
-            if (!on_cpu.host[i]) here[i] = cpu::kSkippedPick;
-        }
-        for (int i = 0; i < rows * kHidden; ++i) in.push_back(half_to_float(x.host[static_cast<size_t>(i)]));
-        moe.forward(layer.table, {in.data(), here.data(), w.data(), sum.data(), rows, kTopK, true});
-        std::vector<float> all = before;
-        for (size_t i = 0; i < sum.size(); ++i) all[i] += sum[i];
-        return all;
-    }
+std::vector<float> random_rows(World& w, int rows) {
+    std::normal_distribution<float> normal;
+    std::vector<float> values(static_cast<std::size_t>(rows) * kHidden);
+    for (float& value : values) value = normal(w.random);
+    return values;
+}
 
-    std::vector<float> before;
-    std::vector<std::int64_t> chosen;
-};
+std::vector<float> plus(std::vector<float> a, const std::vector<float>& b) {
+    for (std::size_t i = 0; i < a.size(); ++i) a[i] += b[i];
+    return a;
+}
 
 }  // namespace
 
-TEST_CASE("random steps: the sum is CpuMoe's, the CPU's picks are diverted, others untouched") {
-    World world;
-    cpu::LaneOptions options;
-    options.threads = 2;
-    CpuLane lane({&world.layer.table}, {world.arena.data(), world.arena.bytes()}, options);
-    cpu::CpuMoe moe(2, {}, "auto");
-    std::uint64_t jobs = 0;
-    for (int i = 0; i < 300; ++i) {
-        const int rows = 1 + static_cast<int>(world.random() % 8);
-        world.step(rows, i % 5 != 0);
-        bool any = false;
-        for (int p = 0; p < rows * kTopK; ++p) {
-            const auto at = static_cast<size_t>(p);
-            any |= world.on_cpu.host[at] != 0;
-            REQUIRE(world.picks.host[at] == (world.on_cpu.host[at] ? kDiverted : world.chosen[at]));
-        }
-        jobs += any;
-        REQUIRE(world.out.host == world.expected(moe, rows));
+TEST_CASE("soak: 10,000 steps without a wait between deciding and adding, bit for bit, as the host device decides") {
+    World w(2);
+    const auto lane = w.lane();
+    w.attach();
+    SmallRuntime host(make_host_device(), kLayers, kExperts, kSlots, 2);
+    HostArena host_arena(cpu::lane_block_bytes(kHidden), "host's lane");
+    CpuLane host_lane(host.lane_tables(), {host_arena.data(), host_arena.bytes()}, quick());
+    host.runtime->attach_lane(host_arena, kHidden, even_split(), 20s);
+    int different = 0, decisions = 0, wrong = 0;
+    for (int i = 0; i < 10'000; ++i) {
+        StepData step = w.next(i % kLayers, 1 + static_cast<int>(w.random() % 8)), mirrored = step;
+        const StepData before = step;
+        const std::vector<float> base = random_rows(w, step.rows);
+        w.put(step);
+        w.out.put(base);
+        w.queue_split(step);
+        w.runtime->add_partial(step.rows, w.out.at(), false, nullptr);
+        const std::vector<float> out = w.out.get(base.size());
+        w.get(step);
+        different += out != plus(base, diverted_sum(w, before, step));
+        host.split(mirrored);
+        std::vector<float> ignored(step.x.size());
+        host.add(ignored);
+        decisions += step.weights != mirrored.weights || step.picks != before.picks;
+        if (i % 50 == 0) wrong += w.sum_by_tables(before) != w.sum_at_home(before);
     }
-    CHECK(lane.stats().jobs == jobs);
-    CHECK(world.status() == 0);
+    CHECK(different == 0);
+    CHECK(decisions == 0);
+    CHECK(wrong == 0);
+    CHECK(w.runtime->lane_verdict() == LaneVerdict::kOk);
+    CHECK(w.runtime->residency(nullptr) == host.runtime->residency(nullptr));
+    CHECK(w.runtime->verify(nullptr).empty());
+    CHECK(w.stats().cpu_picks == host.runtime->stats(nullptr).cpu_picks);
+    CHECK(w.stats().cache.counters.evictions > 100);
+    CHECK(lane->stats().jobs > 5'000);
 }
 
-TEST_CASE("a stalled worker: the host reads why, nothing is added, later picks stay on the GPU") {
-    World world;
+TEST_CASE("launches captured once go on with the lane's numbers; two graphs take turns") {
+    World w;
+    const auto lane = w.lane();
+    w.attach();
+    const Stream stream;
+    constexpr int kGraphs = 2;
+    cudaGraphExec_t graphs[kGraphs];
+    for (int g = 0; g < kGraphs; ++g) {
+        const StepData shape = w.next(g, 1 + 3 * g);
+        cudaGraph_t graph;
+        check(cudaStreamBeginCapture(stream.handle, cudaStreamCaptureModeThreadLocal));
+        w.queue_split(shape, stream.handle);
+        w.runtime->add_partial(shape.rows, w.out.at(), false, stream.handle);
+        check(cudaStreamEndCapture(stream.handle, &graph));
+        check(cudaGraphInstantiate(&graphs[g], graph, 0));
+        check(cudaGraphDestroy(graph));
+    }
+    int different = 0, diverted = 0;
+    for (int i = 0; i < 400; ++i) {
+        const int g = i % 3 ? 0 : 1;
+        StepData step = w.next(g, 1 + 3 * g);
+        const StepData before = step;
+        const std::vector<float> base = random_rows(w, step.rows);
+        w.put(step);
+        w.out.put(base);
+        check(cudaGraphLaunch(graphs[g], stream.handle));
+        check(cudaStreamSynchronize(stream.handle));
+        w.get(step);
+        diverted += zeros(step) > 0;
+        different += w.out.get(base.size()) != plus(base, diverted_sum(w, before, step));
+    }
+    for (const cudaGraphExec_t graph : graphs) check(cudaGraphExecDestroy(graph));
+    CHECK(different == 0);
+    CHECK(diverted > 100);
+    CHECK(lane->stats().jobs == static_cast<std::uint64_t>(diverted));
+}
+
+TEST_CASE("a stall in the midst of queued layers: the host waits for none of them, none gets a partial sum") {
+    World w(0);
     std::atomic<bool> release{false};
-    cpu::LaneOptions options;
-    options.threads = 2;
+    cpu::LaneOptions options = quick();
     options.limit = 300ms;
     options.on_job = [&](int worker, std::uint32_t job) {
         while (worker == 1 && job == 2 && !release) std::this_thread::sleep_for(1ms);
     };
-    CpuLane lane({&world.layer.table}, {world.arena.data(), world.arena.bytes()}, options);
-    int steps = 0;
-    while (world.status() == 0 && steps < 20) {
-        world.step(8, true);
-        ++steps;
+    const auto lane = w.lane(options);
+    w.attach(2s);
+    StepData step = w.next(0, 4);
+    w.put(step);
+    const std::vector<float> base = random_rows(w, 4);
+    w.out.put(base);
+    const auto begin = std::chrono::steady_clock::now();
+    for (int i = 0; i < 6; ++i) {  // all picks miss: the first step sends some, the others have no weights left to lose
+        w.queue_split(step);
+        w.runtime->add_partial(4, w.out.at(), false, nullptr);
     }
-    CHECK(world.status() == static_cast<std::uint32_t>(LaneVerdict::kStalled));
-    CHECK(world.out.host == world.before);
-    world.step(8, true);
-    CHECK(world.picks.host == world.chosen);
-    CHECK(world.out.host == world.before);
+    const auto queued = std::chrono::steady_clock::now() - begin;
+    CHECK(w.runtime->lane_verdict() == LaneVerdict::kOk);
+    const std::vector<float> out = w.out.get(base.size());
+    const auto done = std::chrono::steady_clock::now() - begin;
+    CHECK(queued < 200ms);
+    CHECK(done >= 250ms);
+    CHECK(done < 2s);
+    CHECK(w.runtime->lane_verdict() == LaneVerdict::kStalled);
+    StepData after = step;
+    w.get(after);
+    CHECK(out == plus(base, diverted_sum(w, step, after)));  // of the first job alone
+    CHECK(w.stats().cpu_steps == 2);
     release = true;
+}
+
+TEST_CASE("memory that the device cannot reach, and rows at odd addresses, are refused") {
+    World w;
+    HostArena unpinned(cpu::lane_block_bytes(kHidden), "not page-locked");
+    CHECK_THROWS_AS(w.runtime->attach_lane(unpinned, kHidden, {}, 1s), std::invalid_argument);
+    const auto lane = w.lane();
+    w.attach();
+    StepData step = w.next(0, 1);
+    CHECK_THROWS_AS(w.runtime->decode_split(0, w.picks.at(), step.n(), 1, w.x.at() + 1, w.weights.at(), nullptr),
+                    std::invalid_argument);
 }

@@ -217,3 +217,20 @@ TEST_CASE("after a step of the cache policy: the picks seen least often go to th
     CHECK(out.cpu == 3);
     CHECK(on_cpu(out, 5) == Ints{0, 2, 4});
 }
+
+TEST_CASE("misses in a staging buffer are hits to the split") {
+    Case c({50, 40, -1, 30, -2}, {1, 1, 1, 1, 1});
+    c.step.hits = 1;
+    std::vector<std::uint64_t> at(105);
+    const std::uint64_t home = 4096, stride = 64;
+    for (std::size_t e = 0; e < at.size(); ++e) at[e] = home + e * stride;
+    at[101] = 1;  // the second miss
+    at[102] = 2;  // a hit: in a slot, wherever it would be without
+    split_staged({at.data(), home, stride}, c.step, c.clock, SerialLanes{});
+    CHECK(c.step.hits == 2);
+    SplitConfig all;
+    all.handoff_ns = all.cpu_expert_ns = all.cpu_row_ns = 0;
+    const SplitStep out = c.split(all);
+    CHECK(out.misses == 3);
+    CHECK(on_cpu(out, 5) == Ints{0, 3});
+}

@@ -1,0 +1,6 @@
+// The CPU lane of an ExpertRuntime on the host device.
+#include "runtime_lane_cases.h"
+
+std::shared_ptr<glm53::Device> make_test_device() {
+    return glm53::make_host_device();
+}
