@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from exact_helpers import TINY, stock_answers
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "server"))  # engine_cases and live_server, for test_http
+pytest.register_assert_rewrite("engine_cases")
 
 
 @pytest.fixture(scope="module", params=["flash", "tiny"])

@@ -14,6 +14,7 @@ import torch
 from ...tokenizer import Tokenizer
 from ..protocol import Finish, GenerationRequest, Token, TokenScore
 from ..stream import QueuedStream
+from .loader import PAGE_TOKENS
 from .sampling import make_filter, make_sampler
 
 ROUND_TOKENS = 4096
@@ -55,7 +56,7 @@ class Stream:
             input_ids=torch.tensor([list(r.prompt_ids)], dtype=torch.long),
             max_new_tokens=most,
             max_rq_tokens=at_a_time,
-            sampler=make_sampler(exllamav3, r.sampling, len(r.prompt_ids)),
+            sampler=make_sampler(exllamav3, r.sampling, len(r.prompt_ids), keep_logits=r.top_logprobs is not None),
             seed=None if r.sampling.seed is None else r.sampling.seed & (2**63 - 1),
             stop_conditions=sorted(r.stop_ids) or None,
             decode_special_tokens=True,
@@ -74,6 +75,8 @@ class Stream:
             return True
         if stage in ("started", "prefill"):
             usage.prefill_start_s = usage.prefill_start_s or time.monotonic()
+            if not self.prefill_done:  # a stream that is cancelled later has no last result to tell it
+                usage.cached_tokens = self.job.cached_pages * PAGE_TOKENS + self.job.cached_tokens
             return False
         held = result.get("held") or {}
         stop_id = result.get("eos_triggering_token_id")
@@ -90,7 +93,6 @@ class Stream:
             if tokens:
                 self.stream.push(tokens)
             return False
-        usage.cached_tokens = int(result.get("cached_tokens", 0))
         reason = result.get("eos_reason")
         finish = Finish("length") if reason == "max_new_tokens" else Finish("stop", stop_id=stop_id)
         self.stream.finish(finish, tokens)

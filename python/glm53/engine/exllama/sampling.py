@@ -1,6 +1,8 @@
 """Our sampling parameters as exllamav3 sampler steps, and grammars as exllamav3 filters.
 
 Order: constraint mask, logit_bias, repetition / presence / frequency penalties, temperature, top_k, top_p, min_p, draw.
+top_p is exllamav3's: the token that crosses the limit is cut, the best token never. A seed gives the same draws
+whatever streams run beside it; the logits of a batch may still differ from those of one stream in their last bits.
 Built by functions that take the loaded exllamav3, so that importing this file needs none.
 """
 
@@ -12,16 +14,36 @@ import torch
 
 from ..protocol import Constraint, SamplingParams
 
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy: dividing float16 logits by less overflows exllamav3's float32."""
 
-def make_sampler(exllamav3: Any, params: SamplingParams, prompt_tokens: int) -> Any:
-    """A `CustomSampler` for one stream; common stacks collapse into exllamav3's fused kernel."""
+
+def make_sampler(exllamav3: Any, params: SamplingParams, prompt_tokens: int, keep_logits: bool = False) -> Any:
+    """A `CustomSampler` for one stream; common stacks collapse into exllamav3's fused kernel. `keep_logits`: sampling
+    leaves the logits as the model made them (one copy a step), for log-probabilities."""
+    return _sampler_class(exllamav3, keep_logits)(_steps(exllamav3, params, prompt_tokens))
+
+
+def _sampler_class(exllamav3: Any, keep_logits: bool) -> Any:
+    if not keep_logits:
+        return exllamav3.CustomSampler
+
+    class KeepsLogits(exllamav3.CustomSampler):  # type: ignore[misc]
+        def forward(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            """exllamav3 writes -inf into the vocabulary's padding in place, before it returns the logits."""
+            return super().forward(logits.clone(), *args, **kwargs)
+
+    return KeepsLogits
+
+
+def _steps(exllamav3: Any, params: SamplingParams, prompt_tokens: int) -> list[Any]:
     steps: list[Any] = []
     if params.logit_bias:
         steps.append(exllamav3.SS_LogitBias({int(i): float(b) for i, b in params.logit_bias.items()}))
     if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
         steps.append(_penalties(exllamav3, params, prompt_tokens))
-    if params.temperature <= 0.0:
-        return exllamav3.CustomSampler([*steps, exllamav3.SS_Argmax()])
+    if params.temperature < GREEDY_BELOW:
+        return [*steps, exllamav3.SS_Argmax()]
     steps.append(exllamav3.SS_Temperature(params.temperature))
     if params.top_k > 0:
         steps.append(exllamav3.SS_TopK(params.top_k))
@@ -29,7 +51,7 @@ def make_sampler(exllamav3: Any, params: SamplingParams, prompt_tokens: int) -> 
         steps.append(exllamav3.SS_TopP(params.top_p))
     if params.min_p > 0.0:
         steps.append(exllamav3.SS_MinP(params.min_p))
-    return exllamav3.CustomSampler([*steps, exllamav3.SS_Sample()])
+    return [*steps, exllamav3.SS_Sample()]
 
 
 def penalise(logits: torch.Tensor, past: torch.Tensor, prompt_tokens: int, p: SamplingParams) -> torch.Tensor:
