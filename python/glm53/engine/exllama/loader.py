@@ -1,7 +1,7 @@
 """Loads a checkpoint through exllamav3 with its routed experts in pinned host memory, and sizes the expert cache.
 
-Order: device, checkpoint headers, page-locking and reading of the experts (worker threads) beside exllamav3's import
-and its own load of everything else, then slots from the VRAM that is left. A failure anywhere undoes the hooks and
+Order: device beside checkpoint headers; page-locking and reading of the experts (worker threads) beside exllamav3's
+import and its own load of everything else; then slots from the VRAM that is left. A failure anywhere undoes the hooks and
 frees what was taken.
 """
 
