@@ -11,9 +11,10 @@ exllamav3's modules meanwhile is not disturbed.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from . import _core
@@ -65,17 +66,16 @@ class ExpertLayout:
         return sum(-(-n // PART_ALIGN) * PART_ALIGN for n in self.part_bytes)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, layers: tuple[int, ...]) -> ExpertLayout:
-        """The one layout the layers' routed experts share. Raises CheckpointError if they differ (mixed bit rates)."""
+    def of(cls, checkpoint: Checkpoint, linears: Iterable[ExpertLinear]) -> ExpertLayout:
+        """The one layout these routed experts share. Raises CheckpointError if they differ (mixed bit rates)."""
         found: dict[str, int] = {}
-        for layer in layers:
-            for linear in checkpoint.experts(layer):
-                info = linear.trellis
-                if found.setdefault(linear.which, info.nbytes) != info.nbytes:
-                    raise CheckpointError(
-                        f"{info.file}: {info.name}: {info.nbytes} bytes, other experts have {found[linear.which]}; "
-                        "the expert cache needs one bit rate for all routed experts"
-                    )
+        for linear in linears:
+            info = linear.trellis
+            if found.setdefault(linear.which, info.nbytes) != info.nbytes:
+                raise CheckpointError(
+                    f"{info.file}: {info.name}: {info.nbytes} bytes, other experts have {found[linear.which]}; "
+                    "the expert cache needs one bit rate for all routed experts"
+                )
         if not found:
             raise CheckpointError(f"{checkpoint.path}: no MoE layer, nothing to cache")
         return cls((found["gate"], found["up"], found["down"]))
@@ -93,7 +93,8 @@ class PinnedExperts:
         config = checkpoint.config
         self.layers = config.moe_layers if layers is None else layers
         self.experts = config.n_routed_experts
-        self.layout = ExpertLayout.of(checkpoint, self.layers)
+        self._tensors = {layer: checkpoint.experts(layer) for layer in self.layers}
+        self.layout = ExpertLayout.of(checkpoint, chain.from_iterable(self._tensors.values()))
         self.bytes = len(self.layers) * self.experts * self.layout.stride
         require_ram(self.bytes, "the routed experts, page-locked in host RAM,")
         self._device, self._progress, self._checkpoint = device, progress, checkpoint
@@ -103,7 +104,6 @@ class PinnedExperts:
         self._times = dict.fromkeys(("populate_s", "pin_s", "read_s", "arenas_wall_s", "wall_s"), 0.0)
         self._makers = ThreadPoolExecutor(MAKE_THREADS, thread_name_prefix="glm53-pin")
         self._pool = ThreadPoolExecutor(FILL_THREADS, thread_name_prefix="glm53-fill")
-        self._tensors = {layer: checkpoint.experts(layer) for layer in self.layers}
         self._arenas: dict[int, Future[Any]] = {layer: self._makers.submit(self._make, layer) for layer in self.layers}
         self._fills: dict[int, Future[None]] = {layer: self._pool.submit(self._fill, layer) for layer in self.layers}
 

@@ -178,7 +178,7 @@ def test_a_file_that_changed_since_its_header_was_read_is_refused(monkeypatch: p
 def loading_tensors(exllamav3: Any, checkpoint: Checkpoint) -> tuple[PinnedExperts, ExpertTensors]:
     store = PinnedExperts(checkpoint, _core.HostDevice(), lambda stage, fraction: None)
     scales = ExpertScales(checkpoint, store.layers)
-    return store, ExpertTensors(store, scales, checkpoint, 0)
+    return store, ExpertTensors(store, scales, 0)
 
 
 def test_every_tensor_of_an_expert_has_the_bytes_and_shape_of_the_file(exllamav3: Any) -> None:

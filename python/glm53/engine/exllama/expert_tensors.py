@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...checkpoint import MARKERS, Checkpoint
+from ...checkpoint import MARKERS
 from ...errors import DeviceError
 from ...runtime import PARTS, PinnedExperts
 from .scales import SCALES, ExpertScales
@@ -27,18 +27,18 @@ _Made = dict[tuple[str, str], tuple[torch.Tensor, ...]]
 class ExpertTensors:
     """Tensors for `hooks.TrellisSource`: those of the layers that `store` and `scales` hold."""
 
-    def __init__(self, store: PinnedExperts, scales: ExpertScales, checkpoint: Checkpoint, gpu: int) -> None:
+    def __init__(self, store: PinnedExperts, scales: ExpertScales, gpu: int) -> None:
         from exllamav3.ext import exllamav3_ext as ext
 
         self._ext, self._store, self._scales, self._gpu = ext, store, scales, gpu
         self._made: dict[int, _Made] = {}
-        self._linears = {(layer, e.which): e for layer in store.layers for e in checkpoint.experts(layer)[: len(PARTS)]}
         self.waited_s = 0.0
 
     @property
     def expected(self) -> int:
         """Tensors that exllamav3 asks for when it loads these layers: trellis, suh, svh and marker of every linear."""
-        return self._store.experts * sum(3 + (e.codebook in MARKERS) for e in self._linears.values())
+        linears = [e for layer in self._store.layers for e in self._scales.block(layer).linears]
+        return sum(3 + (e.codebook in MARKERS) for e in linears)
 
     def tensor(self, layer: int, expert: int, part: str, kind: str) -> torch.Tensor | None:
         """trellis: int16 (in/16, out/16, 16 K) over the arena; suh, svh: float16 (in,), (out,) in VRAM; marker: int32
@@ -57,8 +57,8 @@ class ExpertTensors:
         in_vram = torch.empty(block.arena.bytes, dtype=torch.uint8, device=alias.device)
         in_vram.copy_(_over(block.arena))
         layout, made = self._store.layout, _Made()
-        for part, at, nbytes in zip(PARTS, layout.offsets, layout.part_bytes, strict=True):
-            linear = self._linears[layer, part]
+        places = zip(PARTS, layout.offsets, layout.part_bytes, block.linears[: len(PARTS)], strict=True)
+        for part, at, nbytes, linear in places:
             trellises = _fields(alias, layout.stride, at, nbytes, torch.int16)
             made[part, "trellis"] = trellises.view(-1, *linear.trellis.shape).unbind(0)
             for kind in SCALES:

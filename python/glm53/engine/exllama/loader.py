@@ -1,8 +1,8 @@
 """Loads a checkpoint through exllamav3 with its routed experts in pinned host memory, and sizes the expert cache.
 
 Order: device beside checkpoint headers; page-locking and reading of the experts (worker threads) beside exllamav3's
-import and its own load of everything else; then slots from the VRAM that is left. A failure anywhere undoes the hooks and
-frees what was taken.
+import and its own load of everything else; then slots from the VRAM that is left. A failure anywhere undoes the hooks
+and frees what was taken.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class _Loading:
         model = self.exllamav3.Model.from_config(config)
         tokens = max(PAGE_TOKENS, settings.cache_tokens // PAGE_TOKENS * PAGE_TOKENS)
         cache = self.exllamav3.Cache(model, max_num_tokens=tokens, max_batch_size=settings.autosplit_max_batch_size)
-        tensors = ExpertTensors(store, self.scales, checkpoint, settings.gpu)
+        tensors = ExpertTensors(store, self.scales, settings.gpu)
         self.phases.end("modules")
         try:
             with unfilled_embeddings(), TrellisSource(config.stc, tensors.tensor) as source:
