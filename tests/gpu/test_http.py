@@ -38,6 +38,13 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     server.stop(30)
 
 
+@pytest.fixture(scope="module")
+def rounding() -> float:
+    """exllamav3 decodes one or two streams with int8 activations and reads prompts with float16: about 1 % of logits
+    whose standard deviation is 4, more where a near tie sends a token to other experts."""
+    return 0.2
+
+
 def test_the_expert_cache_was_at_work_behind_the_server(live: LiveServer, greedy: list[int]) -> None:
     def seen(stats: dict[str, Any]) -> bool:
         cache = stats["engine"]["expert_cache"]

@@ -1,8 +1,9 @@
 """What an engine must do behind the whole server: the same tests for every engine.
 
-Not collected itself: a test module brings a module-scoped fixture `live` (a `LiveServer` on the checkpoint that the
-recorded logits belong to) and imports everything from here. The checkpoint is random, so tests look at which tokens
-come and not at what they mean; where two engines may round differently, they compare within a stated tolerance.
+Not collected itself: a test module imports everything from here and brings two module-scoped fixtures, `live` (a
+`LiveServer` on the checkpoint that the recorded logits belong to) and `rounding`: natural-log units by which decoding
+one stream, decoding several and reading a prompt may differ by themselves. The checkpoint is random, so tests look at
+which tokens come and not at what they mean.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ def test_scores_are_those_of_stock_exllamav3(live: LiveServer, name: str) -> Non
 
 
 @pytest.mark.effect("return_logprob", "echo", "logprobs")
-def test_logprobs_agree_with_scores(live: LiveServer, greedy: list[int]) -> None:
+def test_logprobs_agree_with_scores(live: LiveServer, greedy: list[int], rounding: float) -> None:
     """What decode reports for its tokens is what scoring the same text afterwards says."""
     params = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
     body = {"text": PROMPT, "sampling_params": params, "return_logprob": True, "top_logprobs_num": 2}
@@ -209,10 +210,11 @@ def test_logprobs_agree_with_scores(live: LiveServer, greedy: list[int]) -> None
     whole = [*encode(live, prompt=PROMPT), *greedy[:4]]
     scored = scores(live, whole)["input_token_logprobs"]
     assert [e[1] for e in scored] == whole
-    assert [e[0] for e in scored[-4:]] == pytest.approx([e[0] for e in drawn], abs=0.02)
+    off = [abs(a[0] - b[0]) for a, b in zip(scored[-4:], drawn, strict=True)]
+    assert np.median(off) <= rounding, off
     echo = {"prompt": whole, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
     lists = live.post(COMPLETIONS, echo).json["choices"][0]["logprobs"]
-    assert lists["token_logprobs"][1 : len(whole)] == pytest.approx([e[0] for e in scored[1:]], abs=0.02)
+    assert lists["token_logprobs"][1 : len(whole)] == pytest.approx([e[0] for e in scored[1:]], abs=1e-3)
 
 
 def test_logprobs_are_the_models_own_whatever_is_done_to_the_draw(live: LiveServer, greedy: list[int]) -> None:
@@ -227,7 +229,7 @@ def test_logprobs_are_the_models_own_whatever_is_done_to_the_draw(live: LiveServ
         assert meta["output_token_logprobs"][0][1] != greedy[0]
         top = meta["output_top_logprobs"][0]
         assert [e[1] for e in top] == [e[1] for e in plain]
-        assert [e[0] for e in top] == pytest.approx([e[0] for e in plain], abs=0.02)
+        assert [e[0] for e in top] == pytest.approx([e[0] for e in plain], abs=1e-3)
 
 
 @pytest.mark.effect("logprobs", "top_logprobs")
@@ -438,7 +440,7 @@ def encode_special(live: LiveServer, name: str) -> int:
 # ---- reuse, life and death of streams ----
 
 
-def test_the_next_turn_finds_the_last_one_in_the_cache(live: LiveServer) -> None:
+def test_the_next_turn_finds_the_last_one_in_the_cache(live: LiveServer, rounding: float) -> None:
     """And greedy answers are those of a prompt that was read in full."""
     body = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, **OFF}
     messages = user("Remember these words: " + "apple pear plum " * 200)
@@ -459,7 +461,7 @@ def test_the_next_turn_finds_the_last_one_in_the_cache(live: LiveServer) -> None
     assert raw["text"] == second["choices"][0]["message"]["content"]
     meta = scores(live, [*prompt, *raw["output_ids"]])
     for own, top in zip(meta["input_token_logprobs"][-6:], meta["input_top_logprobs"][-6:], strict=True):
-        assert own[0] >= top[0][0] - 0.02, "not what reading everything anew would draw"
+        assert own[0] >= top[0][0] - 3 * rounding, "not what reading everything anew would draw"
 
 
 def cached(reply: Any) -> int:
@@ -476,12 +478,14 @@ def test_cached_tokens_are_told_also_by_an_answer_that_a_stop_string_ends(live: 
     assert cached(reply) >= 256
 
 
-def test_streams_side_by_side_answer_what_they_answer_alone(live: LiveServer) -> None:
-    """Choices of one request run together; each must be the seeded answer it is alone."""
-    body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 1.5, "top_k": 30, "ignore_eos": True}
-    together = [c["text"] for c in live.post(COMPLETIONS, {**body, "n": 4, "seed": 5}).json["choices"]]
-    alone = [live.post(COMPLETIONS, {**body, "seed": 5 + i}).json["choices"][0]["text"] for i in range(4)]
-    assert sum(a == b for a, b in zip(together, alone, strict=True)) >= 3, (together, alone)
+def test_streams_side_by_side_draw_what_they_draw_alone(live: LiveServer, rounding: float) -> None:
+    """Streams of one request run together. An engine that rounds a batch differently may draw another token rarely."""
+    sampling = {"temperature": 1.5, "top_k": 30, "top_p": 1.0, "ignore_eos": True, "max_new_tokens": 6}
+    together = live.post(GENERATE, {"text": PROMPT, "sampling_params": {**sampling, "n": 4, "seed": 5}}).json
+    alone = [ids(live, **sampling, seed=5 + i) for i in range(4)]
+    same = [a["output_ids"][0] == b[0] for a, b in zip(together, alone, strict=True)]
+    assert len({tuple(a) for a in alone}) > 1
+    assert sum(same) >= (4 if rounding < 0.01 else 2)
 
 
 def test_disconnect_frees_the_engine(live: LiveServer) -> None:
