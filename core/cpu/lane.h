@@ -76,6 +76,9 @@ class CpuLane {
     CpuLane(const CpuLane&) = delete;
     CpuLane& operator=(const CpuLane&) = delete;
 
+    // Ends and joins the workers; waits as the destructor does, which has nothing left to do then. Idempotent, but for
+    // one thread; wake(), health() and stats() go on answering.
+    void close() { stop(); }
     // Makes parked workers spin: to be called when a step is about to be queued. A few ns when all are awake.
     void wake();
     bool failed() const;

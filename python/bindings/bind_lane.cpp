@@ -141,6 +141,8 @@ void bind_lane(nb::module_& m) {
              "spin_us"_a = 2000, "limit_ms"_a = 1500, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
              "tables: one ExpertTable a MoE layer, of one hidden size. arena: lane_block_bytes(hidden) bytes, not "
              "sealed, cleared here. cpus: pin one worker to each. A job not done within limit_ms ends the lane.")
+        .def("close", &cpu::CpuLane::close, nb::call_guard<nb::gil_scoped_release>(),
+             "Ends the workers, without the GIL; waits for one inside a job, also for a stalled one. Once is enough.")
         .def("wake", &cpu::CpuLane::wake, "Makes parked workers spin: call it when a step is about to be queued.")
         .def("health", &health, "verdict ('ok' while it serves, 'stalled', 'died'), job, worker, reason.")
         .def("stats", &lane_stats, "Counters: jobs, bad_jobs, picks, expert_bytes, parks, parked, seconds.")

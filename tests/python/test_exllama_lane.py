@@ -278,3 +278,14 @@ def test_a_lane_that_fails_while_it_is_measured_is_an_error(memory: ExpertMemory
 def test_cpus_that_are_not_there_are_named(memory: ExpertMemory, cuda: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="CPU 99999 cannot be used by this process"):
         CpuTier(memory, cuda.device, make_settings(tmp_path, mode="fast", ct_cpus=(99999,)))
+
+
+def test_a_closed_lane_still_tells_what_it_did(memory: ExpertMemory) -> None:
+    arena = _core.HostArena(_core.lane_block_bytes(HIDDEN), "lane")
+    closed = _core.CpuLane(memory.tables, arena, 2)
+    LaneTimer(closed, arena, memory.tables, 4).job_ns(2, 1)
+    closed.close()
+    closed.close()
+    closed.wake()
+    assert closed.stats()["jobs"] == 1
+    assert closed.health()["verdict"] == "ok"

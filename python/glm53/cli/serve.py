@@ -118,6 +118,7 @@ def ensure_model(settings: Settings) -> None:
 
 def engine_loader(settings: Settings, device: str) -> LoadEngine:
     """A function that loads the engine for `device`, called by the server on a thread of its own."""
+    check_mtp(settings, device)
     if device == "cpu":
         try:
             from ..engine.cpu import CpuEngine
@@ -137,9 +138,18 @@ def engine_loader(settings: Settings, device: str) -> LoadEngine:
         from ..engine.exllama import ExllamaEngine
     except ImportError as e:
         raise DeviceError(f"the GPU engine is not installed ({e}); pip install 'glm53[cuda]'") from None
-    if settings.mode == "fast":
-        say("glm53: warning: the GPU engine has no CPU tier yet: fast decodes like exact, --ct-* have no effect")
     return lambda progress: ExllamaEngine.load(settings, progress)
+
+
+def check_mtp(settings: Settings, device: str) -> None:
+    """Raise ConfigError where the settings ask for drafts that cannot be had."""
+    if settings.mtp and device != "cuda":
+        raise ConfigError("mtp: the CPU engine does not draft; leave --mtp out, or use a GPU")
+    if settings.mtp and settings.mode == "exact":
+        raise ConfigError(
+            "mtp: exact mode gives the bits of stock exllamav3 decoding one token a step, and drafts are verified by "
+            "kernels for several rows; use --mode fast, or leave --mtp out"
+        )
 
 
 def _serve_scripted(settings: Settings, script: Path) -> int:

@@ -66,7 +66,7 @@ class Block:
 
     def forward(self, x, params):
         steps = torch.arange(1, self.mlp.hidden_size + 1, dtype=torch.float64)
-        y = torch.sin(x.unsqueeze(-1) * steps * 0.7).half()
+        y = torch.sin(2.0 * x.unsqueeze(-1) + steps).half()
         out = self.mlp.forward(y, params)
         return torch.sin(x + (out.double() * torch.cos(steps)).sum(-1))
 
