@@ -44,7 +44,7 @@ def parse_thinking(f: Fields, default: Thinking) -> Thinking:
         None if effort is None else effort != "none",
     ]
     given = [s for s in switches if s is not None]
-    thinking = f.fields("thinking") if isinstance(f.get("thinking"), dict) else Fields({})
+    thinking = f.fields("thinking") if isinstance(f.get("thinking"), dict) else Fields({}, f.name("thinking."))
     budgets = [
         f.integer("thinking_budget", 0),
         thinking.integer("budget_tokens", 0),

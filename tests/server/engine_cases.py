@@ -177,7 +177,7 @@ def test_n_choices_differ_and_repeat(live: LiveServer) -> None:
 # ---- what is said about tokens ----
 
 
-@pytest.mark.effect("return_logprob", "logprob_start_len", "top_logprobs_num", "input_ids")
+@pytest.mark.effect("logprob_start_len", "input_ids")
 @pytest.mark.parametrize("name", ["text", "rand200"])
 def test_scores_are_those_of_stock_exllamav3(live: LiveServer, name: str) -> None:
     """Recorded from exllamav3 1.5.1 with every expert in VRAM."""
@@ -198,7 +198,7 @@ def test_scores_are_those_of_stock_exllamav3(live: LiveServer, name: str) -> Non
     assert np.mean(np.array(best) == logits[:-1].argmax(-1)) >= 0.8
 
 
-@pytest.mark.effect("return_logprob", "echo", "logprobs")
+@pytest.mark.effect("return_logprob", "echo", "logprobs", "top_logprobs_num", "prompt", "text")
 def test_logprobs_agree_with_scores(live: LiveServer, greedy: list[int], rounding: float) -> None:
     """What decode reports for its tokens is what scoring the same text afterwards says."""
     params = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
@@ -290,10 +290,16 @@ def test_b10_switched_off_there_is_no_reasoning(live: LiveServer, switch: dict[s
     assert "reasoning_content" not in live.chat(body, **switch).message
 
 
-@pytest.mark.effect("reasoning_effort")
+@pytest.mark.effect("reasoning_effort", "output_config.effort")
 def test_effort_changes_the_prompt(live: LiveServer) -> None:
     low, high = (encode(live, messages=user("x"), reasoning_effort=e) for e in ("low", "max"))
     assert low != high
+    sampling = {"max_tokens": 3, "temperature": 0, "ignore_eos": True, "thinking": {"type": "enabled"}}
+    texts = [
+        live.post("/v1/messages", {"messages": user("x"), **sampling, "output_config": {"effort": e}}).json["content"]
+        for e in ("low", "max")
+    ]
+    assert texts[0] != texts[1]
 
 
 @pytest.mark.effect("clear_thinking", "chat_template_kwargs.clear_thinking")
@@ -379,6 +385,27 @@ def test_json_schema_of_generate(live: LiveServer, schema: Any) -> None:
     assert set(value) == {"ok", "kind"}
 
 
+@pytest.mark.effect(
+    "text", "text.format", "text.format.type", "text.format.schema", "text.format.json_schema",
+    "output_config", "output_config.format", "output_config.format.type", "output_config.format.schema",
+    "output_format", "output_format.type", "output_format.schema",
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "form"),
+    [
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}}),
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}}),
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+        ("/v1/messages", {"output_format": {"type": "json_schema", "schema": SCHEMA}}),
+    ],
+)
+def test_formats_of_the_other_dialects(live: LiveServer, path: str, form: dict[str, Any]) -> None:
+    body = {"messages": user("x"), "max_tokens": 400, "input": "x", "max_output_tokens": 400, "seed": 1, **OFF}
+    reply = live.post(path, {**body, **form}).json
+    blocks = reply["content"] if "messages" in path else reply["output"][-1]["content"]
+    assert set(json.loads(blocks[-1]["text"])) == {"ok", "kind"}
+
+
 @pytest.mark.effect("regex")
 def test_regex(live: LiveServer) -> None:
     reply = live.post(GENERATE, {"text": "x", "sampling_params": {"regex": "[ab]{3}", "max_new_tokens": 20, "seed": 1}})
@@ -425,6 +452,22 @@ def test_parallel_tool_calls_off_ends_after_one(live: LiveServer) -> None:
         len(live.chat({**body, "logit_bias": call_token, "parallel_tool_calls": p}).message.get("tool_calls", ()))
         for p in (True, False)
     ]
+    assert calls[0] > 1
+    assert calls[1] == 1
+
+
+@pytest.mark.effect("tool_choice.disable_parallel_tool_use")
+def test_parallel_calls_off_in_messages(live: LiveServer) -> None:
+    """As above."""
+    body = {
+        "messages": user("x"), "max_tokens": 60, "seed": 1, "tools": [{"name": "pick", "input_schema": PICK}],
+        "logit_bias": {str(encode_special(live, "<tool_call>")): 100},
+    }  # fmt: skip
+    calls = []
+    for off in (False, True):
+        choice = {"type": "any", "disable_parallel_tool_use": off}
+        content = live.post("/v1/messages", {**body, "tool_choice": choice}).json["content"]
+        calls.append(sum(b["type"] == "tool_use" for b in content))
     assert calls[0] > 1
     assert calls[1] == 1
 
