@@ -56,7 +56,7 @@ class DraftPolicy:
 
     def want(self, streams: int) -> bool:
         """Whether the next step of `streams` streams is to draft."""
-        track = self._tracks.setdefault(streams, _Track(again=self._settings.again))
+        track = self._track(streams)
         return bool(track.windows % 2) if track.measuring else track.on
 
     def observe(self, streams: int, drafted: bool, tokens: int, seconds: float) -> None:
@@ -72,7 +72,7 @@ class DraftPolicy:
         if self._to_skip:
             self._to_skip -= 1
             return
-        track = self._tracks[streams]
+        track = self._track(streams)
         track.steps += 1
         if not track.measuring:
             if track.steps >= track.again:
@@ -85,6 +85,9 @@ class DraftPolicy:
             track.steps, track.windows = 0, track.windows + 1
             if track.windows >= 2 * self._settings.pairs:
                 self._decide(track)
+
+    def _track(self, streams: int) -> _Track:
+        return self._tracks.setdefault(streams, _Track(again=self._settings.again))
 
     def _decide(self, track: _Track) -> None:
         """On from 1 + margin times the speed, off below 1; between them as it was."""

@@ -26,7 +26,7 @@ from ...errors import EngineError, PromptTooLong, RequestError
 from ...tokenizer import Tokenizer
 from ..protocol import EngineInfo, Finish, GenerationRequest, Progress, TokenScore
 from ..stream import QueuedStream
-from . import warm
+from . import mtp, warm
 from .jobs import Stream, score_rows, slices
 from .loader import RECURRENT_CACHE_BYTES, Loaded, LoadOptions, load
 from .passes import Upkeep
@@ -68,6 +68,7 @@ class ExllamaEngine:
             max_streams=settings.autosplit_max_batch_size,
         )
         self._gpu, self._settings = settings.gpu, settings
+        self._drafting = None if loaded.draft is None else mtp.Drafting(loaded.draft)
         self._generator = self._make_generator()
         self._lock = threading.Lock()
         self._submitted: deque[Stream] = deque()
@@ -96,14 +97,18 @@ class ExllamaEngine:
     def _make_generator(self) -> Any:
         """A generator that owns the cache: no job, no page and no state of a former one is known to it."""
         loaded, settings = self._loaded, self._settings
-        return loaded.exllamav3.Generator(
+        generator = loaded.exllamav3.Generator(
             loaded.model,
             loaded.cache,
             loaded.tokenizer,
             max_batch_size=min(settings.max_batch_size, settings.autosplit_max_batch_size),
             max_chunk_size=settings.chunk_size,
             recurrent_cache_size=RECURRENT_CACHE_BYTES,
+            **mtp.generator_arguments(loaded.draft),
         )
+        if self._drafting is not None:
+            self._drafting.attach(generator)
+        return generator
 
     def submit(self, request: GenerationRequest) -> QueuedStream:
         """Queue a stream. Raises PromptTooLong, RequestError or EngineError; never blocks."""
@@ -158,6 +163,7 @@ class ExllamaEngine:
             "lanes": lanes(cache),
             "expert_cache": dict(cache),
             **({} if tier is None else {"split": tier.stats()}),
+            **({} if self._drafting is None else {"mtp": self._drafting.stats()}),
             "memory": {**self._memory, "lent_slot_bytes": cache.get("lent_slots", 0) * self._slot_bytes},
             "load": self._load_times,
             "dead": self._dead is not None,

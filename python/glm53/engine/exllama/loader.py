@@ -37,6 +37,7 @@ from ..protocol import Progress
 from . import pins, warm
 from .expert_tensors import ExpertTensors
 from .lane import GPU_LIMIT_MS, LANE_LIMIT_MS, CpuTier, ExpertMemory, require_kernels
+from .mtp import Draft
 from .passes import GB, Passes, PassSettings
 from .scales import ExpertScales
 
@@ -98,6 +99,7 @@ class Loaded:
     slots: int
     times: dict[str, Any]
     tier: CpuTier | None = None
+    draft: Draft | None = None
 
     def close(self) -> None:
         """Unpatch, drop the model, then the slots and arenas its tables point to. Nothing may use this afterwards."""
@@ -106,7 +108,9 @@ class Loaded:
         if self.tier is not None:
             self.tier.close(self.passes.stream)
         self.model.unload()
-        for name in ("patch", "passes", "tier", "runtime", "cache", "model", "tokenizer", "store"):
+        if self.draft is not None:
+            self.draft.close()
+        for name in ("patch", "passes", "tier", "draft", "runtime", "cache", "model", "tokenizer", "store"):
             setattr(self, name, None)
         torch.cuda.empty_cache()
 
@@ -149,7 +153,7 @@ def _close(opened: Future[Checkpoint]) -> None:
 def _open_both(settings: Settings, phases: Phases) -> tuple[Any, Path | None, Checkpoint]:
     """The GPU and the checkpoint, side by side: the driver's work needs no Python, the headers little else."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="glm53-headers")
-    headers = pool.submit(Checkpoint.open, settings.model_dir)
+    headers = pool.submit(Checkpoint.open, settings.model_dir, mtp=settings.mtp > 0)
     pool.shutdown(wait=False)
     try:
         device, pinned = _open_device(settings)
@@ -210,23 +214,29 @@ class _Loading:
     device: Any
     phases: Phases
     scales: ExpertScales
+    draft: Draft | None = None
 
     def run(self, checkpoint: Checkpoint, progress: Progress) -> Loaded:
         settings, store = self.settings, self.store
         config = self.exllamav3.Config.from_directory(str(settings.model_dir))
         model = self.exllamav3.Model.from_config(config)
         tokens = max(PAGE_TOKENS, settings.cache_tokens // PAGE_TOKENS * PAGE_TOKENS)
-        cache = self.exllamav3.Cache(model, max_num_tokens=tokens, max_batch_size=settings.autosplit_max_batch_size)
+        cache = self._cache(model, tokens)
         tensors = ExpertTensors(store, self.scales, settings.gpu)
         self.phases.end("modules")
         try:
-            with unfilled_embeddings(), TrellisSource(config.stc, tensors.tensor) as source:
-                _load_weights(model, settings.gpu)
+            if settings.mtp:
+                self.draft = Draft(self.exllamav3, config, checkpoint, self.device, settings)
+                self.draft.cache = self.exllamav3.Cache(self.draft.model, max_num_tokens=tokens)
+            with unfilled_embeddings():
+                _load_from(tensors, config, model, settings.gpu)
+                if self.draft is not None and self.draft.tensors is not None:
+                    _load_from(self.draft.tensors, config, self.draft.model, settings.gpu)
             self.phases.end("weights")
             self.phases.seconds["weights_waiting_for_arenas"] = round(tensors.waited_s, 3)
-            if source.answered != tensors.expected:
-                raise EngineError(f"exllamav3 asked for {source.answered} expert tensors, {tensors.expected} expected")
             store.finish()
+            if self.draft is not None:
+                self.draft.finish()
             self.phases.end("waiting_for_experts")
             checkpoint.verify_unchanged()
             modules = moe_modules(self.exllamav3, model)
@@ -236,7 +246,15 @@ class _Loading:
             return self._with_cache(config, model, cache, modules, tier)
         except BaseException:
             model.unload()
+            if self.draft is not None:
+                self.draft.close()
             raise
+
+    def _cache(self, model: Any, tokens: int) -> Any:
+        """KV pages and KDA states; with drafts, states to step back to when one is refused."""
+        streams, history = self.settings.autosplit_max_batch_size, self.settings.mtp
+        more = {"max_history": history} if history else {}
+        return self.exllamav3.Cache(model, max_num_tokens=tokens, max_batch_size=streams, **more)
 
     def _tier(self, checkpoint: Checkpoint, modules: list[Any]) -> CpuTier:
         """The CPU lane, measured; it starts once there is a runtime to use it."""
@@ -280,9 +298,10 @@ class _Loading:
             heat_file=settings.state_dir / warm.FILE_NAME,
             heat_key=warm.checkpoint_key(settings.model_dir, len(modules), store.experts),
             vocab_size=config.vocab_size,
-            context=cache.max_num_tokens,
+            context=cache.max_num_tokens - settings.mtp,
             slots=slots,
             times={},
+            draft=self.draft,
         )
         self.phases.end("slots")
         self._warm(loaded, len(modules) * store.experts)
@@ -312,6 +331,14 @@ class _Loading:
         if heat is not None:
             loaded.runtime.import_heat(heat, loaded.passes.stream)
             loaded.passes.refill_all()
+
+
+def _load_from(tensors: ExpertTensors, config: Any, model: Any, gpu: int) -> None:
+    """Load a model whose routed experts' tensors are `tensors`. Raises EngineError unless all were asked for."""
+    with TrellisSource(config.stc, tensors.tensor) as source:
+        _load_weights(model, gpu)
+    if source.answered != tensors.expected:
+        raise EngineError(f"exllamav3 asked for {source.answered} expert tensors, {tensors.expected} expected")
 
 
 def _load_weights(model: Any, gpu: int) -> None:

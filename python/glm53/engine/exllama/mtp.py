@@ -21,9 +21,13 @@ from typing import Any
 
 import torch
 
+from ...checkpoint import Checkpoint
 from ...config import Settings
-from ...errors import ConfigError, DeviceError
+from ...errors import DeviceError
+from ...runtime import PinnedExperts
 from .draft_policy import DraftPolicy, draft_length
+from .expert_tensors import ExpertTensors
+from .scales import ExpertScales
 
 RETRY_S = 1800.0
 _HOLES = 128
@@ -34,35 +38,36 @@ _SIGNATURES = {
 }
 
 
-def check_settings(settings: Settings, device: str) -> None:
-    """Raise ConfigError where drafting cannot be had."""
-    if settings.mtp and device != "cuda":
-        raise ConfigError("mtp: the CPU engine does not draft; leave --mtp out, or use a GPU")
-    if settings.mtp and settings.mode == "exact":
-        raise ConfigError(
-            "mtp: exact mode gives the bits of stock exllamav3 decoding one token a step, and drafts are verified by "
-            "kernels for several rows; use --mode fast, or leave --mtp out"
-        )
-
-
-@dataclass(slots=True)
 class Draft:
-    """The loaded MTP layer: exllamav3's model and cache of it, tokens it drafts at most, and its pinned experts."""
+    """The MTP layer: exllamav3's model and cache of it, the tokens it drafts at most, and its experts, pinned.
 
-    model: Any
-    cache: Any
-    tokens: int
-    store: Any
+    Made before any weight is loaded (the experts are read beside that); `finish` once they are, `close` in the end.
+    Raises DeviceError for another exllamav3, ResourceError, CheckpointError.
+    """
 
+    def __init__(self, exllamav3: Any, config: Any, checkpoint: Checkpoint, device: Any, settings: Settings) -> None:
+        for name, parameters in _SIGNATURES.items():
+            function = getattr(exllamav3.Generator, name, None)
+            if function is None or list(inspect.signature(function).parameters) != parameters:
+                raise DeviceError(f"exllamav3: Generator.{name} is not the one --mtp is made for; leave --mtp out")
+        self.tokens = settings.mtp
+        self.model = exllamav3.Model.from_config(config, component="mtp")
+        self.cache: Any = None
+        self.store = PinnedExperts(checkpoint, device, lambda stage, done: None, checkpoint.config.mtp_layers)
+        self._scales = ExpertScales(checkpoint, self.store.layers)
+        self.tensors: ExpertTensors | None = ExpertTensors(self.store, self._scales, settings.gpu)
 
-def build(exllamav3: Any, config: Any, cache_tokens: int, tokens: int, store: Any) -> Draft:
-    """The MTP layer of the checkpoint in `config`, not loaded yet. Raises DeviceError for another exllamav3."""
-    for name, parameters in _SIGNATURES.items():
-        function = getattr(exllamav3.Generator, name, None)
-        if function is None or list(inspect.signature(function).parameters) != parameters:
-            raise DeviceError(f"exllamav3: Generator.{name} is not the one --mtp is made for; leave --mtp out")
-    model = exllamav3.Model.from_config(config, component="mtp")
-    return Draft(model, exllamav3.Cache(model, max_num_tokens=cache_tokens), tokens, store)
+    def finish(self) -> None:
+        """Every tensor was handed out: wait for the experts' bytes, let go of what only loading needed."""
+        self.store.finish()
+        self._scales.abandon()
+        self.tensors = None
+
+    def close(self) -> None:
+        """Release VRAM and host memory, also after a failed load; the generator must be gone."""
+        self.model.unload()
+        self._scales.abandon()
+        self.store.abandon()
 
 
 def generator_arguments(draft: Draft | None) -> dict[str, Any]:
