@@ -6,8 +6,9 @@
 //   prompt   a short prompt chunk: the picks are counted and read where they are, slot or home.
 //   long prompt   begin_prompt ... enter_layer(0), enter_layer(1), ... finish_prompt: every layer's missing experts are
 //            copied one layer ahead into staging buffers; the layer's tables point there until finish_prompt, and those
-//            of the last two layers longer: nothing overwrites the buffers before the next long prompt or free_staging,
-//            so that the passes in between, first of all the rest of the same prompt, find these layers in VRAM.
+//            of the last two layers entered longer: nothing overwrites the buffers before the next long prompt or
+//            free_staging, so that the passes in between, first of all the rest of the same prompt, find these layers
+//            in VRAM.
 //
 // Invariant  each table entry is the expert's slot or where it is "away": at home or, while it is staged, in a staging
 //            buffer. All of them hold its bytes: an entry may be stale (home though resident), never wrong.
@@ -91,8 +92,10 @@ class ExpertRuntime {
     // kOk until a sum was not had; one word of host memory, no wait. The step in which it changed has no valid output.
     cpu::LaneVerdict lane_verdict() const;
 
-    // stage_bytes: size of each of the two buffers, rounded down to whole experts, at least one.
-    void begin_prompt(std::size_t stage_bytes, StreamHandle compute, StreamHandle copy);
+    // stage_bytes: size of each of the two buffers, rounded down to whole experts, at least one. layers: how many the
+    // pass will enter (0: all); those behind are not brought, and if it enters one nevertheless, that waits for its
+    // copies.
+    void begin_prompt(std::size_t stage_bytes, StreamHandle compute, StreamHandle copy, int layers = 0);
     void enter_layer(int layer, const std::int64_t* picks, int n, int rows);
     void finish_prompt();
     bool in_prompt() const { return feeder_ != nullptr; }
@@ -155,7 +158,9 @@ class ExpertRuntime {
     std::unique_ptr<StageFeeder> feeder_;  // during a long prompt
     std::unique_ptr<LaneLink> lane_;
     StreamHandle compute_ = nullptr, copy_ = nullptr;
-    int entered_ = -1;
+    int entered_ = -1;     // of a long prompt: the last layer entered,
+    int queued_ = 0;       // the next one to queue,
+    int pass_layers_ = 0;  // and how many it was said to enter
     RuntimeStats totals_;
 };
 

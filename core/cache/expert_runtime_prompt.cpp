@@ -12,8 +12,12 @@ constexpr std::size_t kPieceExperts = 2;  // 19 MB: 350 us on PCIe 5 x16
 
 }  // namespace
 
-void ExpertRuntime::begin_prompt(std::size_t stage_bytes, StreamHandle compute, StreamHandle copy) {
+void ExpertRuntime::begin_prompt(std::size_t stage_bytes, StreamHandle compute, StreamHandle copy, int layers) {
     if (in_prompt()) throw std::logic_error("ExpertRuntime: a long prompt is running already");
+    if (layers < 0 || layers > config_.clock.layers) {
+        throw std::invalid_argument("ExpertRuntime: a pass through " + std::to_string(layers) + " layers of " +
+                                    std::to_string(config_.clock.layers));
+    }
     const std::size_t experts = std::min<std::size_t>(stage_bytes / cache_->slot_bytes(), config_.clock.experts);
     const std::size_t bytes = std::max<std::size_t>(experts, 1) * cache_->slot_bytes();
     download(compute);
@@ -25,10 +29,12 @@ void ExpertRuntime::begin_prompt(std::size_t stage_bytes, StreamHandle compute, 
     compute_ = compute;
     copy_ = copy;
     entered_ = -1;
+    queued_ = 0;
+    pass_layers_ = layers ? layers : config_.clock.layers;
     feeder_ = std::make_unique<StageFeeder>(device_, *staging_, copy);
     try {
         queue_layer(0);
-        if (config_.clock.layers > 1) queue_layer(1);
+        if (pass_layers_ > 1) queue_layer(1);
     } catch (...) {
         feeder_.reset();
         throw;
@@ -53,6 +59,7 @@ void ExpertRuntime::queue_layer(int layer) {
         pieces.push_back({reinterpret_cast<const void*>(home(layer, first)), count * cache_->slot_bytes()});
     }
     feeder_->queue(layer, std::move(pieces));
+    queued_ = layer + 1;
 }
 
 void ExpertRuntime::note_staged(int layer, const std::vector<StagePiece>& pieces) {
@@ -77,19 +84,20 @@ void ExpertRuntime::enter_layer(int layer, const std::int64_t* picks, int n, int
     }
     check_layer(layer);
     if (layer > 0) feeder_->release(layer - 1, compute_);
+    if (layer == queued_) queue_layer(layer);  // the pass goes further than was said: nothing is ahead of it any more
     note_staged(layer, feeder_->acquire(layer, compute_));
     entered_ = layer;
     image(kStaged, layer);
     write_tables(kStaged, layer, compute_);
     prompt(layer, picks, n, rows, compute_);
-    if (layer > 0 && layer + 1 < config_.clock.layers) queue_layer(layer + 1);
+    if (layer > 0 && layer + 1 < pass_layers_) queue_layer(layer + 1);
 }
 
 void ExpertRuntime::finish_prompt() {
     if (!in_prompt()) return;
     feeder_->stop(compute_);
     feeder_.reset();
-    const bool whole = entered_ == config_.clock.layers - 1;  // else the buffers were being filled for later layers
+    const bool whole = queued_ == entered_ + 1;  // else the buffers were being filled for later layers
     for (int layer = 0; layer <= entered_; ++layer) {
         if (whole && layer > entered_ - StagingBuffers::kBuffers) {
             kept_.push_back(layer);

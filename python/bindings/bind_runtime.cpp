@@ -192,10 +192,10 @@ nb::class_<ExpertRuntime> bind_expert_runtime(nb::module_& m) {
             "layer"_a, "picks"_a, "n"_a, "rows"_a, "stream"_a)
         .def(
             "begin_prompt",
-            [](ExpertRuntime& r, std::size_t stage_bytes, std::uintptr_t stream, std::uintptr_t copy_stream) {
-                r.begin_prompt(stage_bytes, stream_of(stream), stream_of(copy_stream));
-            },
-            "stage_bytes"_a, "stream"_a, "copy_stream"_a)
+            [](ExpertRuntime& r, std::size_t stage_bytes, std::uintptr_t stream, std::uintptr_t copy_stream,
+               int layers) { r.begin_prompt(stage_bytes, stream_of(stream), stream_of(copy_stream), layers); },
+            "stage_bytes"_a, "stream"_a, "copy_stream"_a, "layers"_a = 0,
+            "layers: MoE layers that the pass will enter, 0: all.")
         .def(
             "enter_layer",
             [](ExpertRuntime& r, int layer, std::uintptr_t picks, int n, int rows) {

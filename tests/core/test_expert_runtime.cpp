@@ -77,11 +77,13 @@ struct World {
     void decode(int layer, const std::vector<std::int64_t>& picks, int rows = 1) {
         runtime->decode(layer, picks.data(), static_cast<int>(picks.size()), rows, &compute);
     }
-    void long_prompt(std::size_t stage_bytes) {
+    void long_prompt(std::size_t stage_bytes) { long_prompt(stage_bytes, layers, 0); }
+    // A pass that enters `through` layers and was announced with `said`.
+    void long_prompt(std::size_t stage_bytes, int through, int said) {
         std::vector<std::int64_t> picks;
         for (int e = 0; e < experts; ++e) picks.push_back(e);
-        runtime->begin_prompt(stage_bytes, &compute, &copy);
-        for (int l = 0; l < layers; ++l) {
+        runtime->begin_prompt(stage_bytes, &compute, &copy, said);
+        for (int l = 0; l < through; ++l) {
             runtime->enter_layer(l, picks.data(), experts, experts / 2);
             REQUIRE(wrong(l) == 0);
         }
@@ -210,6 +212,49 @@ TEST_CASE("expert runtime: the last two layers stay staged until the buffers are
     for (int layer = 0; layer < 5; ++layer) CHECK(staged(layer) == 0);
     CHECK(w.wrong() == 0);
     CHECK(w.runtime->verify(&w.compute).empty());
+}
+
+TEST_CASE("expert runtime: a pass that ends before the last layer brings and keeps only what it enters") {
+    World w(5, 10, 6);
+    const auto staged = [&](int layer) {
+        int n = 0;
+        for (int e = 0; e < w.experts; ++e) n += !w.at_home(layer, e);
+        return n;
+    };
+    w.long_prompt(10 * kStride, 4, 4);
+    CHECK(w.runtime->stats(&w.compute).staged_bytes == 4 * 10 * kStride);
+    CHECK(staged(1) == 0);
+    CHECK(staged(2) == 10);
+    CHECK(staged(3) == 10);
+    CHECK(staged(4) == 0);
+    CHECK(w.wrong() == 0);
+
+    SUBCASE("it goes further than was said: the layer is brought when it is entered, and kept") {
+        w.long_prompt(10 * kStride, 5, 4);
+        CHECK(w.runtime->stats(&w.compute).staged_bytes == 9 * 10 * kStride);
+        CHECK(staged(2) == 0);
+        CHECK(staged(3) == 10);
+        CHECK(staged(4) == 10);
+    }
+    SUBCASE("far further") {
+        w.long_prompt(10 * kStride, 5, 1);
+        CHECK(staged(2) == 0);
+        CHECK(staged(4) == 10);
+    }
+    SUBCASE("it ends earlier: what the buffers held is overwritten, nothing is kept") {
+        w.long_prompt(10 * kStride, 3, 5);
+        for (int layer = 0; layer < 5; ++layer) CHECK(staged(layer) == 0);
+    }
+    SUBCASE("one layer") {
+        w.long_prompt(10 * kStride, 1, 1);
+        CHECK(staged(0) == 10);
+        CHECK(staged(3) == 0);
+    }
+    CHECK(w.wrong() == 0);
+    w.runtime->free_staging();
+    for (int layer = 0; layer < 5; ++layer) CHECK(staged(layer) == 0);
+    CHECK_THROWS_AS(w.runtime->begin_prompt(kStride, &w.compute, &w.copy, 6), std::invalid_argument);
+    CHECK_FALSE(w.runtime->in_prompt());
 }
 
 TEST_CASE("expert runtime: what still reads the kept buffers is waited for before they are filled again") {
