@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from .events import Answer, ContentText, Done, Event, ReasoningText, ToolCallArgs, ToolCallEnd, ToolCallStart
+from .events import Answer, ContentText, Done, Event, Part, ReasoningText, ToolCallArgs, ToolCallEnd, ToolCallStart
 from .sse import frame
 from .usage import TokenCounts
 
@@ -40,14 +40,7 @@ class MessagesReply:
 
     def whole(self, answer: Answer, counts: TokenCounts) -> dict[str, Any]:
         """The message object."""
-        content: list[dict[str, Any]] = []
-        if answer.reasoning:
-            content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
-        if answer.content:
-            content.append({"type": "text", "text": answer.content})
-        for call in answer.calls:
-            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
-            content.append(block)
+        content = [_block(part) for part in answer.parts]
         return {**self._head, "content": content, **stop_of(answer.done), "usage": counts.anthropic()}
 
     def begin(self, counts: TokenCounts) -> bytes:
@@ -97,6 +90,14 @@ class MessagesReply:
             return b""
         self._open = ""
         return _event({"type": "content_block_stop", "index": self._index})
+
+
+def _block(part: Part) -> dict[str, Any]:
+    if isinstance(part, ReasoningText):
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    if isinstance(part, ContentText):
+        return {"type": "text", "text": part.text}
+    return {"type": "tool_use", "id": part.id, "name": part.name, "input": json.loads(part.arguments)}
 
 
 def _event(payload: dict[str, Any]) -> bytes:

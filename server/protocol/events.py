@@ -74,15 +74,21 @@ class Call:
     arguments: str
 
 
+Part = ReasoningText | ContentText | Call
+
+
 @dataclass(slots=True)
 class Answer:
-    """A whole answer."""
+    """A whole answer. `parts`: reasoning, content and calls in the order they came; neighbours of a kind are one.
+    `cut_call`: it ended inside a call, which is left out."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     done: Done | None = None
+    parts: list[Part] = field(default_factory=list)
+    cut_call: bool = False
 
     def message(self) -> dict[str, Any]:
         """The assistant message of the Chat Completions API; keys without a value are left out."""
@@ -99,29 +105,34 @@ class Answer:
 
 def collect(events: Iterable[Event]) -> Answer:
     """Put an answer together. Calls that never ended are left out."""
-    content: list[str] = []
-    reasoning: list[str] = []
     open_calls: dict[int, tuple[str, str, list[str]]] = {}
     answer = Answer()
-    for event in events:
+    for event in merge(list(events)):
         if isinstance(event, ContentText):
-            content.append(event.text)
+            answer.parts.append(event)
             answer.tokens += event.tokens
         elif isinstance(event, ReasoningText):
-            reasoning.append(event.text)
+            answer.parts.append(event)
         elif isinstance(event, ToolCallStart):
             open_calls[event.index] = (event.id, event.name, [])
         elif isinstance(event, ToolCallArgs):
             open_calls[event.index][2].append(event.fragment)
         elif isinstance(event, ToolCallEnd):
             call_id, name, fragments = open_calls.pop(event.index)
-            answer.calls.append(Call(call_id, name, "".join(fragments)))
+            answer.parts.append(Call(call_id, name, "".join(fragments)))
         else:
             answer.done = event
-    answer.content, answer.reasoning = "".join(content), "".join(reasoning)
-    if answer.done and answer.done.reasoning_is_answer and not answer.content:
-        answer.content, answer.reasoning = answer.reasoning, ""
+    answer.cut_call = bool(open_calls)
+    _summarise(answer)
     return answer
+
+
+def _summarise(answer: Answer) -> None:
+    if answer.done and answer.done.reasoning_is_answer and not any(isinstance(p, ContentText) for p in answer.parts):
+        answer.parts = [ContentText(p.text) if isinstance(p, ReasoningText) else p for p in answer.parts]
+    answer.content = "".join(p.text for p in answer.parts if isinstance(p, ContentText))
+    answer.reasoning = "".join(p.text for p in answer.parts if isinstance(p, ReasoningText))
+    answer.calls = [p for p in answer.parts if isinstance(p, Call)]
 
 
 def merge(events: list[Event]) -> list[Event]:

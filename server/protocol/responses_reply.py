@@ -10,7 +10,18 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from .events import Answer, Call, ContentText, Done, Event, ReasoningText, ToolCallArgs, ToolCallEnd, ToolCallStart
+from .events import (
+    Answer,
+    Call,
+    ContentText,
+    Done,
+    Event,
+    Part,
+    ReasoningText,
+    ToolCallArgs,
+    ToolCallEnd,
+    ToolCallStart,
+)
 from .responses import ResponsesCall
 from .sse import frame
 from .usage import TokenCounts
@@ -52,14 +63,18 @@ class ResponsesReply:
 
     def whole(self, answer: Answer, counts: TokenCounts) -> dict[str, Any]:
         """The response object."""
-        output: list[dict[str, Any]] = []
-        if answer.reasoning:
-            output.append(_reasoning_item(_new_id("rs"), answer.reasoning, "completed"))
-        if answer.content:
-            cut = answer.done is not None and answer.done.reason == "length"
-            output.append(_message_item(_new_id("msg"), answer.content, "incomplete" if cut else "completed"))
-        output += [self._call_item(_new_id("fc"), call, "completed") for call in answer.calls]
+        output = [self._whole_item(part) for part in answer.parts]
+        cut = answer.done is not None and answer.done.reason == "length"
+        if cut and not answer.cut_call and output and not isinstance(answer.parts[-1], Call):
+            output[-1]["status"] = "incomplete"
         return self._response(output, answer.done, counts)
+
+    def _whole_item(self, part: Part) -> dict[str, Any]:
+        if isinstance(part, ReasoningText):
+            return _reasoning_item(_new_id("rs"), part.text, "completed")
+        if isinstance(part, ContentText):
+            return _message_item(_new_id("msg"), part.text, "completed")
+        return self._call_item(_new_id("fc"), part, "completed")
 
     def _response(self, output: list[dict[str, Any]], done: Done | None, counts: TokenCounts | None) -> dict[str, Any]:
         cut = done is not None and done.reason == "length"
