@@ -1,4 +1,4 @@
-"""Drafting on the GPU: token for token what stock exllamav3 drafts and verifies, and the same answers as without drafts.
+"""Drafting on the GPU: token for token what stock exllamav3 drafts and verifies; the answers are those without drafts.
 
 The checkpoint is synthetic (random weights, K = 4 MTP layer), so nearly every draft is refused: every step steps back.
 """
@@ -21,7 +21,7 @@ from glm53.engine.exllama.loader import LoadOptions, architecture
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
-from cpu_engine_helpers import checkpoint_dir  # noqa: E402
+from cpu_engine_helpers import checkpoint_dir
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 STEPS, NEAR = 96, 0.05
