@@ -33,9 +33,9 @@ Route = Callable[[int, int, Routed, dict[str, Any]], None]
 """`route(moe_layer, rows, routed, params)`: moe_layer counts MoE layers from 0."""
 Combine = Callable[[int, Any], None]
 """`combine(moe_layer, out)`: out (..., hidden) float32 is the layer's output, to be added to in place."""
-Bracket = Callable[[int, bool], AbstractContextManager[None]]
-"""`bracket(tokens, decode)` surrounds one forward pass over that many tokens; decode: a step of the generator, which
-continues what is in the cache."""
+Bracket = Callable[[int, bool, int], AbstractContextManager[None]]
+"""`bracket(tokens, decode, layers)` surrounds one forward pass over that many tokens; decode: a step of the generator,
+which continues what is in the cache; layers: MoE layers the pass runs."""
 Answer = Callable[[int, int, str, str], Any]
 """`answer(model_layer, expert, part, kind)`: the tensor that stands for that one (kind: trellis, suh, svh, or the
 codebook's marker), or None for one that exllamav3 shall load itself."""
@@ -159,6 +159,13 @@ def unfilled_embeddings() -> Iterator[None]:
         torch.nn.Embedding.reset_parameters = original  # type: ignore[method-assign]
 
 
+def prefill_layers(model: Any, modules: list[Any]) -> int:
+    """MoE layers that `Model.prefill` runs, the first ones of all: nothing reads what follows the attention of the last
+    layer that fills a cache, so exllamav3 ends there."""
+    before = {id(m) for block in model.modules[: model.last_kv_module_idx] for m in block}
+    return sum(id(m) in before for m in modules)
+
+
 class TrellisSource:
     """Answers exllamav3's loader for routed experts' tensors while it is entered."""
 
@@ -206,8 +213,11 @@ class Patch:
                 self._replace(module, "routing_fn", self._routed(index, module.routing_fn))
                 if self._combine is not None:
                     self._replace(module, "forward", self._combined(index, module.forward, self._combine))
-            for name in ("forward", "prefill"):
-                self._replace(self._model, name, self._bracketed(getattr(self._model, name), name == "forward"))
+            for name, layers in (
+                ("forward", len(self._modules)),
+                ("prefill", prefill_layers(self._model, self._modules)),
+            ):
+                self._replace(self._model, name, self._bracketed(getattr(self._model, name), name == "forward", layers))
             self._replace(self._model, _MARK, self)
         except BaseException:
             self.undo()
@@ -251,7 +261,7 @@ class Patch:
 
         return forward
 
-    def _bracketed(self, original: Any, may_decode: bool) -> Any:
+    def _bracketed(self, original: Any, may_decode: bool, layers: int) -> Any:
         """The generator decodes through `forward` with a cache; it reads prompts through `prefill`, and passes without
         a cache are measurements. A draft model has prompts read through `forward` too, for their last tokens."""
         bracket = self._bracket
@@ -260,7 +270,7 @@ class Patch:
         def forward(input_ids: Any, params: dict[str, Any] | None = None) -> Any:
             known = params or {}
             decode = may_decode and known.get("cache") is not None and "last_tokens_only" not in known
-            with bracket(input_ids.numel(), decode):
+            with bracket(input_ids.numel(), decode, layers):
                 return original(input_ids, params)
 
         return forward

@@ -19,6 +19,7 @@ import pytest
 import torch
 from exllama_helpers import TINY, make_settings, use_fakes
 
+from glm53 import hooks
 from glm53.engine.exllama import ExllamaEngine, passes, tools
 from glm53.engine.exllama.loader import LoadOptions, load, slot_count
 from glm53.engine.exllama.passes import Upkeep
@@ -93,6 +94,25 @@ def test_slots_are_lent_to_a_long_prompt_and_refilled(engines: Any, cuda: Any) -
     stats = engine._loaded.runtime.stats(0)
     assert stats["lent_slots"] == 0
     assert stats["refills"] > 0
+
+
+def test_a_prompt_brings_only_the_layers_it_runs_and_its_last_two_stay(engines: Any) -> None:
+    engine = engines(LoadOptions(max_slots=5, stage_from=9))
+    ((ids, _),) = asyncio.run(answers(engine, PROMPTS[2:], 1))
+    assert ids == stock_answer(PROMPTS[2], 1)
+    loaded = engine._loaded
+    layers, experts = len(loaded.store.layers), loaded.store.experts
+    assert loaded.runtime.stats(0)["staged_experts"] == (layers - 1) * experts
+    slots = loaded.runtime.residency(0).reshape(layers, experts)
+    modules = hooks.moe_modules(loaded.exllamav3, loaded.model)
+    for layer, module in enumerate(modules):
+        home = loaded.store.arena(loaded.store.layers[layer])
+        table = module.multi_gate.ptrs_trellis.tolist()
+        staged = sum(
+            s < 0 and not home.address <= at < home.address + home.bytes
+            for s, at in zip(slots[layer], table, strict=True)
+        )
+        assert staged == (sum(slots[layer] < 0) if layer in (layers - 3, layers - 2) else 0)
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def test_the_layers_sum_is_completed_before_it_is_cast_and_undo_takes_it_all_bac
     model, seen = make_model(), []
 
     @contextmanager
-    def bracket(tokens: int, decode: bool) -> Any:
+    def bracket(tokens: int, decode: bool, layers: int) -> Any:
         yield
 
     def combine(layer: int, out: torch.Tensor) -> None:
@@ -77,7 +77,7 @@ def test_only_the_generators_steps_are_decode(cuda: Any) -> None:
     model, brackets = make_model(), []
 
     @contextmanager
-    def bracket(tokens: int, decode: bool) -> Any:
+    def bracket(tokens: int, decode: bool, layers: int) -> Any:
         brackets.append((tokens, decode))
         yield
 

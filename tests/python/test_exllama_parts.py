@@ -64,8 +64,8 @@ def test_patch_calls_the_hooks_and_undo_restores_everything(exllamav3: Any) -> N
     routed, brackets = [], []
 
     @contextmanager
-    def bracket(tokens: int, decode: bool) -> Any:
-        brackets.append((tokens, decode))
+    def bracket(tokens: int, decode: bool, layers: int) -> Any:
+        brackets.append((tokens, decode, layers))
         yield
 
     originals = [m.routing_fn for m in model.moe]
@@ -76,8 +76,8 @@ def test_patch_calls_the_hooks_and_undo_restores_everything(exllamav3: Any) -> N
     model.forward(input_ids=torch.tensor([[1, 2, 3]]), params={})
     model.prefill(torch.tensor([[1, 2]]))
     layers = len(model.moe)
-    assert routed == [(i, 3) for i in range(layers)] + [(i, 2) for i in range(layers)]
-    assert brackets == [(3, False), (2, False)]
+    assert routed == [(i, 3) for i in range(layers)] + [(i, 2) for i in range(layers - 1)]
+    assert brackets == [(3, False, layers), (2, False, layers - 1)]  # as many as the passes ran
     assert not any("forward" in vars(m) for m in model.moe)
     patch.undo()
     patch.undo()

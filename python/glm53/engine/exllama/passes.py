@@ -144,8 +144,9 @@ class Passes:
         return None if self.lane is None else self.lane.fault()
 
     @contextmanager
-    def bracket(self, tokens: int, decode: bool = False) -> Iterator[None]:
-        """Around one forward pass; decode: it is a step of the generator, not a prompt."""
+    def bracket(self, tokens: int, decode: bool = False, layers: int = 0) -> Iterator[None]:
+        """Around one forward pass; decode: it is a step of the generator, not a prompt; layers: MoE layers it runs (0:
+        all)."""
         if tokens <= MAX_DECODE_ROWS:
             self.counts["decode_passes"] += 1
             if not decode or self.lane is None:
@@ -163,7 +164,7 @@ class Passes:
         torch.cuda.reset_peak_memory_stats()
         base = torch.cuda.memory_allocated()
         if staged:
-            self._rt.begin_prompt(self._settings.stage_bytes, self.stream, int(self._copy.cuda_stream))
+            self._rt.begin_prompt(self._settings.stage_bytes, self.stream, int(self._copy.cuda_stream), layers)
             self._staging = True
         self.counts["staged_passes" if staged else "prompt_passes"] += 1
         try:

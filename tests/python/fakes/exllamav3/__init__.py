@@ -61,6 +61,9 @@ class Block:
     def __init__(self, mlp: BlockSparseMLP) -> None:
         self.mlp, self.caps = mlp, {}
 
+    def __iter__(self):
+        return iter([self, self.mlp])
+
     def prepare_for_device(self, x, params):
         return x
 
@@ -83,7 +86,9 @@ class Model:
         ]  # fmt: skip
         self.head = Head(config.vocab_size)
         self.blocks = [Block(m) for m in self.moe]
-        self.fwd_modules = [(m, 0, i) for i, m in enumerate([*self.blocks, self.head])]
+        self.modules = [*self.blocks, self.head]
+        self.last_kv_module_idx = len(self.blocks) - 1
+        self.fwd_modules = [(m, 0, i) for i, m in enumerate(self.modules)]
         self.loaded = False
         self.output_device = "cpu"
 
@@ -122,7 +127,7 @@ class Model:
     def prefill(self, input_ids: torch.Tensor, params: dict | None = None):
         params = params if params is not None else {}
         x = self.prepare_inputs(input_ids, params)
-        for block in self.blocks:
+        for block in self.blocks[: self.last_kv_module_idx]:  # of that last one stock runs the attention alone
             x = block.forward(x, params)
 
 
