@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from protocol_helpers import TOOLS1, ends, parser, tokenizer
 from glm53.engine.protocol import Token
 from glm53.server.protocol.events import Answer, ContentText, Event, ReasoningText, ToolCallArgs, ToolCallStart, collect
 
+BENCH = Path(__file__).resolve().parents[2] / "bench"
 FRAGMENTS = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     "list_mailboxes", "write_file", "path", "content", "mode", "40", "note", "null", "\n", " ", "<", "</", ">", "STOP",
@@ -140,3 +144,14 @@ def test_an_argument_of_a_megabyte_flows() -> None:
             assert fragments
     assert fragments > pieces - 100
     assert not any(isinstance(e, ToolCallStart) for e in p.finish(ends()["obs"]))
+
+
+def test_the_bench_of_long_arguments_writes_its_bars(tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    command = [sys.executable, str(BENCH / "tool_argument.py"), "--characters", "40000", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert {bar["ok"] for bar in result["bars"].values()} == {True}
+    assert result["raw"]["string"]["fragments"] > 9000
+    assert result["command"].startswith("python bench/tool_argument.py ")
