@@ -63,24 +63,24 @@ def texts(args: argparse.Namespace, encoder: Any) -> list[list[int]]:
     return found
 
 
-def generator_of(args: argparse.Namespace) -> Any:
-    """An exllamav3 generator over the path's model."""
+def generator_of(args: argparse.Namespace) -> tuple[Any, Any]:
+    """An exllamav3 generator over the path's model, and what glm53 loaded (None for stock)."""
     import exllamav3 as exl
 
     if args.record in ("exact", "fast"):
         from glm53.config import Settings
-        from glm53.engine.exllama.loader import load
+        from glm53.engine.exllama.loader import LoadOptions, load
 
         state = Path(tempfile.mkdtemp())
         settings = Settings(model_dir=args.checkpoint, mode=args.record, state_dir=state, cache_tokens=16384)
-        loaded = load(settings, lambda stage, fraction: None)
-        return exl.Generator(loaded.model, loaded.cache, loaded.tokenizer, max_batch_size=1)
+        loaded = load(settings, lambda stage, fraction: None, LoadOptions(max_slots=args.slots))
+        return exl.Generator(loaded.model, loaded.cache, loaded.tokenizer, max_batch_size=1), loaded
     config = exl.Config.from_directory(str(args.checkpoint))
     config.infer_params.moe_cpu_split = args.on_cpu
     model = exl.Model.from_config(config)
     cache = exl.Cache(model, max_num_tokens=16384, max_batch_size=1)
     model.load(progressbar=False)
-    return exl.Generator(model, cache, exl.Tokenizer.from_config(config), max_batch_size=1)
+    return exl.Generator(model, cache, exl.Tokenizer.from_config(config), max_batch_size=1), None
 
 
 def record(args: argparse.Namespace) -> None:
@@ -89,7 +89,7 @@ def record(args: argparse.Namespace) -> None:
     from tokenizers import Tokenizer
 
     encoder = Tokenizer.from_file(str(args.checkpoint / "tokenizer.json"))
-    generator, kept = generator_of(args), []
+    (generator, loaded), kept = generator_of(args), []
     for i, ids in enumerate(texts(args, encoder)):
         sampler = Forced(ids[args.prompt :], encoder.get_vocab_size())
         prompt = torch.tensor([ids[: args.prompt]])
@@ -98,7 +98,17 @@ def record(args: argparse.Namespace) -> None:
             generator.iterate()
         kept += sampler.logits[1 : args.new]  # the first comes from the prompt's own pass, not from decoding
         print(f"decode_kl: {args.record} text {i + 1}", file=sys.stderr, flush=True)
-    np.savez(args.out, logits=torch.stack(kept).half().numpy())
+    lanes = {} if loaded is None else lanes_of(loaded)
+    np.savez(args.out, logits=torch.stack(kept).half().numpy(), lanes=json.dumps(lanes))
+
+
+def lanes_of(loaded: Any) -> dict[str, int]:
+    """Distinct picks of the decode steps by lane, which show that the path was the one it is called."""
+    fault = loaded.passes.fault()
+    if fault is not None:
+        raise SystemExit(f"decode_kl: {fault}")
+    stats = loaded.runtime.stats(loaded.passes.stream)
+    return {name: int(stats[name]) for name in ("hits", "misses", "cpu_picks")}
 
 
 def distance(reference: np.ndarray, other: np.ndarray) -> dict[str, float]:
@@ -131,9 +141,11 @@ def bars(distances: dict[str, dict[str, float]]) -> dict[str, Any]:
     return out
 
 
-def run_paths(args: argparse.Namespace, argv: list[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Each path in its own process: (logits by path, failure by path)."""
-    found, failed = {}, {}
+def run_paths(
+    args: argparse.Namespace, argv: list[str]
+) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[str, str]]:
+    """Each path in its own process: (logits by path, picks by lane by path, failure by path)."""
+    found, lanes, failed = {}, {}, {}
     with tempfile.TemporaryDirectory() as folder:
         for path in args.paths:
             out = Path(folder) / f"{path}.npz"
@@ -146,8 +158,9 @@ def run_paths(args: argparse.Namespace, argv: list[str]) -> tuple[dict[str, np.n
                 )
                 print(f"decode_kl: {path} failed: {failed[path]}", file=sys.stderr, flush=True)
             else:
-                found[path] = np.load(out)["logits"]
-    return found, failed
+                with np.load(out) as saved:
+                    found[path], lanes[path] = saved["logits"], json.loads(str(saved["lanes"]))
+    return found, lanes, failed
 
 
 def table(distances: dict[str, dict[str, float]]) -> str:
@@ -168,6 +181,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     ap.add_argument("--prompts", type=int, default=8, help="texts (default: %(default)s)")
     ap.add_argument("--prompt", type=int, default=200, help="tokens before decoding (default: %(default)s)")
     ap.add_argument("--new", type=int, default=128, help="tokens decoded a text (default: %(default)s)")
+    ap.add_argument("--slots", type=int, help="most expert slots of the exact and fast paths (default: what fits)")
     ap.add_argument("--on-cpu", type=int, default=0, help="experts of each layer on stock's CPU worker")
     return ap.parse_args(argv)
 
@@ -177,7 +191,7 @@ def main(argv: list[str]) -> int:
     if args.record:
         record(args)
         return 0
-    found, failed = run_paths(args, argv)
+    found, lanes, failed = run_paths(args, argv)
     distances = compare(found)
     print(table(distances))
     result = {
@@ -186,7 +200,7 @@ def main(argv: list[str]) -> int:
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "command": "python bench/decode_kl.py " + " ".join(argv),
         "settings": {k: str(v) for k, v in vars(args).items() if k not in ("record", "out")},
-        "raw": {"distances": distances, "failed": failed},
+        "raw": {"distances": distances, "lanes": lanes, "failed": failed},
         "bars": bars(distances),
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

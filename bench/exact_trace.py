@@ -22,10 +22,10 @@ class Traced:
     def __init__(self, passes: Any, route: Any) -> None:
         self.passes, self.route, self.picks = passes, route, []
 
-    def __call__(self, layer: int, rows: int, selected: Any, params: Any) -> None:
+    def __call__(self, layer: int, rows: int, routed: Any, params: Any) -> None:
         if rows <= 8 and "recurrent_history" in params:
-            self.picks.append((layer, selected.clone()))
-        self.route(layer, rows, selected, params)
+            self.picks.append((layer, routed[0].clone()))
+        self.route(layer, rows, routed, params)
 
 
 def fixed_misses(picks: list[tuple[int, Any]], layers: int, per_layer: int) -> tuple[float, float]:
@@ -76,6 +76,7 @@ def moe_trace(decode: Callable[[], Any], modules: Sequence[Any]) -> dict[str, An
 
         return run
 
+    own = [vars(module).get("forward") for module in modules]
     for index, module in enumerate(modules):
         module.forward = labelled(index, module.forward)
     try:
@@ -83,8 +84,10 @@ def moe_trace(decode: Callable[[], Any], modules: Sequence[Any]) -> dict[str, An
             decode()
             torch.cuda.synchronize()
     finally:
-        for module in modules:
+        for module, before in zip(modules, own, strict=True):
             del module.forward
+            if before is not None:  # in fast mode the layers carry a hook there
+                module.forward = before
     host = [e for e in p.events() if e.device_type == torch.autograd.DeviceType.CPU]
     ranges = [(int(e.name[len(LABEL) :]), e.time_range.start, e.time_range.end)
               for e in host if e.name.startswith(LABEL)]  # fmt: skip

@@ -296,6 +296,8 @@ def machine() -> dict[str, Any]:
 class Stages:
     """Runs the stages of one call one after the other within its seconds; what each did is in DIR."""
 
+    groups, limits = GROUPS, LIMITS
+
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.folder = args, Path(args.out)
         self.end_s = time.monotonic() + args.budget
@@ -306,7 +308,7 @@ class Stages:
         if path.exists():  # the other call of the same table
             command = json.loads(path.read_text())["command"] + "; " + command
         path.write_text(json.dumps({"machine": machine(), "versions": versions(), "command": command}))
-        wanted = [s for name in self.args.stages.split(",") for s in GROUPS.get(name, name).split(",")]
+        wanted = [s for name in self.args.stages.split(",") for s in self.groups.get(name, name).split(",")]
         for stage in wanted:
             self.stage(stage, *stage.split("-"))
 
@@ -343,7 +345,7 @@ class Stages:
 
     def process(self, name: str, command: list[str], **kwargs: Any) -> None:
         """Run to its end or its limit. A limit is a record of its own, an error is kept, and both let the next run."""
-        limit = min(self.args.limit or LIMITS[name.partition("-")[0]], self.end_s - time.monotonic())
+        limit = min(self.args.limit or self.limits[name.partition("-")[0]], self.end_s - time.monotonic())
         record = self.folder / f"{name}.json"
         if limit < SHORTEST_S:
             record.write_text(json.dumps({"skipped": True, "seconds_left": round(max(limit, 0.0), 1)}))

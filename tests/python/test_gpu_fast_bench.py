@@ -1,0 +1,232 @@
+"""bench/gpu_fast.py without a GPU: its stages, the layer clock on a stand-in, and the report of synthetic figures."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from exllama_helpers import make_settings, use_fakes
+from fast_figures import synthetic
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import gpu_fast
+
+    return gpu_fast
+
+
+def test_bars_follow_from_the_raw_figures(bench: Any) -> None:
+    found = bench.fast_bars.bars(synthetic(bench.fast_bars.PREFILL_MUST_HAVE))
+    expected = {
+        "fast.decode1_vs_stock": (2.5, True),
+        "fast.decode1_vs_exact": (2.0, True),
+        "fast.decode1_of_floor": (0.8, True),
+        "fast.decode4_vs_stock": (4.0, True),
+        "fast.decode4_of_floor": ((0.01 + 0.016) / 0.025, True),
+        "fast.kl_vs_noise": (0.5, True),
+        "fast.ram_over_exact_gb": (1.0, True),
+        "fast.cpu_lane_gbs": (60.0, True),
+        "fast.cpu_kernel_vs_stock": (1.75, True),
+        "fast.prefill_equal": (True, True),
+    }
+    assert set(found) == set(expected)
+    for name, (value, ok) in expected.items():
+        assert found[name]["value"] == pytest.approx(value), name
+        assert found[name]["ok"] is ok, name
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "ok"),
+    [
+        (lambda r: r["fast"].update(decode1_tok_s=[83.0]), "fast.decode1_vs_stock", False),
+        (lambda r: r["fast"]["rates"].update(cpu_gb_s=160.0), "fast.decode1_of_floor", False),
+        (lambda r: r["exact"].update(decode1_tok_s=[90.0]), "fast.decode1_vs_exact", False),
+        (lambda r: r["exact"]["ram"].update(VmHWM=21e9), "fast.ram_over_exact_gb", False),
+        (lambda r: r["fast"]["counts1"].update(lane_s=600.0), "fast.cpu_lane_gbs", False),
+        (lambda r: r["kernel"]["expert_s"].update(native=[0.0012, 0.0012]), "fast.cpu_kernel_vs_stock", False),
+        (lambda r: r["kl"]["raw"]["distances"]["exact | fast"].update(kl_mean=0.0021), "fast.kl_vs_noise", False),
+        (lambda r: r["kl"]["raw"]["distances"]["exact | fast"].update(top1=0.99), "fast.kl_vs_noise", False),
+        (lambda r: r["equal"]["tests"][0].update(ok=False), "fast.prefill_equal", False),
+        (lambda r: r["equal"]["tests"].pop(), "fast.prefill_equal", False),
+        (lambda r: r["fast"].update(fault1="the CPU lane stalled"), "fast.decode1_vs_stock", None),
+        (lambda r: r["fast"].pop("rates"), "fast.decode4_of_floor", None),
+        (lambda r: r["kl"]["raw"]["lanes"]["fast"].update(cpu_picks=0), "fast.kl_vs_noise", None),
+        (lambda r: r["kl"]["raw"]["distances"]["exact | fast"].update(positions=999), "fast.kl_vs_noise", None),
+        (lambda r: r.update(kl={"timed_out": True}), "fast.kl_vs_noise", None),
+        (lambda r: r.pop("floor"), "fast.decode1_of_floor", None),
+    ],
+)
+def test_a_bar_is_missed_or_left_out_where_it_must(bench: Any, change: Any, name: str, ok: bool | None) -> None:
+    raw = copy.deepcopy(synthetic(bench.fast_bars.PREFILL_MUST_HAVE))
+    change(raw)
+    found = bench.fast_bars.bars(raw)
+    assert found[name]["ok"] is ok if ok is not None else name not in found
+
+
+def test_the_worse_of_two_checkpoints_counts(bench: Any) -> None:
+    raw = synthetic(bench.fast_bars.PREFILL_MUST_HAVE)
+    raw["kl2"] = copy.deepcopy(raw["kl"])
+    raw["kl2"]["raw"]["distances"]["exact | fast"]["kl_mean"] = 0.005
+    assert bench.fast_bars.bars(raw)["fast.kl_vs_noise"] == {"value": 2.5, "want": 1.0, "ok": False}
+
+
+def test_the_report_is_written_from_the_folder(bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = synthetic(bench.fast_bars.PREFILL_MUST_HAVE)
+    tests = raw.pop("equal")["tests"]
+    for name, record in raw.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    cases = "".join(f"<testcase name='{t['name']}' time='1'/>" for t in tests)
+    (tmp_path / "equal.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    (tmp_path / "meta.json").write_text('{"machine": {"gpu": "g"}}')
+    out = tmp_path / "out" / "r.json"
+    out.parent.mkdir()
+    bench.main(["--report", str(tmp_path), "--out", str(out)])
+    document = json.loads(out.read_text())
+    assert document["bars"] == bench.fast_bars.bars(document["raw"])
+    assert len(document["bars"]) == 10
+    assert capsys.readouterr().out.count("ok   fast.") == 10
+
+
+def test_every_stage_has_a_limit_and_is_known(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.gpu_exact, "machine", dict)
+    monkeypatch.setattr(bench.gpu_exact, "versions", dict)
+    started: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(bench.Stages, "process", lambda self, name, command, **k: started.append((name, command)))
+    args = bench.parse_args(["/model", "--out", str(tmp_path), "--stages", "speed,quality", "--also", "/other"])
+    bench.Stages(args).run()
+    wanted = [s for group in bench.GROUPS.values() for s in group.split(",")]
+    assert [name for name, _ in started] == wanted
+    assert all(name.partition("-")[0] in bench.LIMITS for name in wanted)
+    commands = dict(started)
+    assert commands["kl2"][2] == "/other"
+    assert commands["stock-12"][-4:] == ["--on-cpu", "257", "--threads", "12"]
+    worker = bench.parse_args(commands["fast"][2:])
+    assert (worker.worker, worker.checkpoint, worker.slots, worker.brief) == ("fast", "/model", 248, True)
+
+
+class Clock:
+    """Events that count the marks before them: one ms each."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def event(self) -> Any:
+        made = SimpleNamespace(at=0)
+
+        def record() -> None:
+            self.now += 1
+            made.at = self.now
+
+        made.record = record
+        made.elapsed_time = lambda later: float(later.at - made.at)
+        return made
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_a_step_is_cut_at_the_hooks_and_left_as_it_was(
+    bench: Any, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fast_profile import LayerClock, breakdown, table
+
+    from glm53.engine.exllama import lane
+    from glm53.engine.exllama.loader import LoadOptions, load
+
+    use_fakes(monkeypatch)
+    monkeypatch.setattr(lane, "gpu_costs", lambda store, top_k: (400_000, 100_000))
+    settings = make_settings(tmp_path, mode=mode, ct_threads=1)
+    loaded = load(settings, lambda stage, fraction: None, LoadOptions(max_slots=6))
+    try:
+        own = [dict(vars(m)) for m in loaded.model.moe]
+        runtime, clock, left = loaded.passes._rt, Clock(), [4]
+
+        def step() -> bool:
+            loaded.model.forward(torch.tensor([[left[0]]]), {"cache": loaded.cache})
+            left[0] -= 1
+            return left[0] > 0
+
+        with LayerClock(loaded.passes, loaded.patch, loaded.model.moe, clock.event) as layers:
+            loaded.model.forward(torch.tensor([[1]]), {"cache": loaded.cache})  # while it is off
+            found = breakdown(layers, step, lambda: float(clock.now))
+        marks = 5 if mode == "fast" else 4
+        assert found["steps"] == 4
+        assert clock.now == 4 * marks * len(loaded.model.moe)
+        cpu = 1.0 if mode == "fast" else 0.0
+        assert found["layers"][1] == {"before": 1.0, "router": 1.0, "decide": 1.0, "experts": 1.0, "cpu": cpu}
+        assert "layer" in table(found)
+        assert loaded.passes._rt is runtime
+        assert [dict(vars(m)) for m in loaded.model.moe] == own
+        loaded.model.forward(torch.tensor([[1]]), {"cache": loaded.cache})
+        assert clock.now == 4 * marks * len(loaded.model.moe)
+    finally:
+        loaded.close()
+
+
+def test_swizzled_experts_are_in_stocks_order(bench: Any) -> None:
+    """Tile (kt, nt) of exllamav3's band order lies at group nt / 8, then kt, then nt % 8."""
+    from fast_work import band_swizzled
+
+    k, n, words = 3, 16, 4
+    trellis = torch.arange(k * n * words, dtype=torch.int16).view(k, n, words)
+    flat = band_swizzled(trellis).reshape(-1, words)
+    for kt in range(k):
+        for nt in range(n):
+            assert torch.equal(flat[(nt // 8) * k * 8 + kt * 8 + nt % 8], trellis[kt, nt]), (kt, nt)
+
+
+def test_both_sides_run_the_same_picks_in_turn(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fast_work
+
+    monkeypatch.setattr(fast_work, "KERNEL_ROUNDS", 2)
+    seen: dict[str, list[int]] = {"ours": [], "native": []}
+
+    def side(name: str, scale: float) -> Any:
+        def forward(picks: Any, out: Any) -> None:
+            seen[name].append(int(picks[0, 0]))
+            out += scale
+
+        return forward
+
+    found = fast_work.race({"ours": side("ours", 1.0), "native": side("native", 1.1)}, 20, 8)
+    assert seen["ours"] == seen["native"] == [0, 8] * 3
+    assert {name: len(times) for name, times in found["expert_s"].items()} == {"ours": 4, "native": 4}
+    assert found["relative_difference"]["native"] == pytest.approx(0.1, rel=1e-5)
+
+
+def test_the_lane_gets_all_cpus_but_two_unless_told(bench: Any) -> None:
+    from fast_work import lane_settings
+
+    assert lane_settings(SimpleNamespace(ct_cpus="4,5,9")) == {"ct_cpus": (4, 5, 9)}
+    assert lane_settings(SimpleNamespace(ct_cpus=""))["ct_cpus"]
+
+
+def test_counters_name_what_the_bars_are_made_of(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fast_work import counters
+
+    from glm53.engine.exllama import lane
+    from glm53.engine.exllama.loader import LoadOptions, load
+
+    use_fakes(monkeypatch)
+    monkeypatch.setattr(lane, "gpu_costs", lambda store, top_k: (400_000, 100_000))
+    settings = make_settings(tmp_path, mode="fast", ct_threads=1, ct_a=0.0, ct_b=0.001)
+    loaded = load(settings, lambda stage, fraction: None, LoadOptions(max_slots=6))
+    try:
+        before = counters(loaded)
+        for token in range(5):
+            loaded.model.forward(torch.tensor([[token]]), {"cache": loaded.cache})
+        after = counters(loaded)
+        moved = {name: after[name] - before[name] for name in after}
+        assert moved["steps"] == 5 * len(loaded.model.moe)
+        assert moved["lane_bytes"] == moved["cpu_bytes"] > 0
+        assert moved["lane_jobs"] == moved["cpu_steps"]
+        assert moved["lane_s"] > 0
+    finally:
+        loaded.close()
