@@ -1,6 +1,25 @@
-"""Options of the tests. `PYTEST_ADDOPTS="--soak-seconds 60" scripts/test` gives them to every run below."""
+"""Options of the tests, and how Hypothesis works in all of them.
+
+`PYTEST_ADDOPTS="--soak-seconds 60" scripts/test` gives options to every run below. Hypothesis has no time limits and
+tries the same examples everywhere: one that fails once in many runs would stop an unrelated change on somebody else's
+machine. With FUZZ_EXAMPLES set (how many of each kind, see tests/server/test_fuzz.py) it draws new ones; an example
+that fails is printed as a decorator that repeats it.
+"""
+
+import os
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "glm53",
+    deadline=None,
+    derandomize="FUZZ_EXAMPLES" not in os.environ,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("glm53")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

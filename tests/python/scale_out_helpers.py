@@ -46,11 +46,13 @@ class CpuFarm(Farm):
         self.instances[index] = self._instance(self.folder, ("one", "two")[index], (self.one, self.two)[index])
         wait_for((self.one, self.two)[index])
 
-    def running(self, index: int) -> int:
-        """Streams that an instance is answering now."""
-        connection = http.client.HTTPConnection("127.0.0.1", (self.one, self.two)[index], timeout=10)
+    def young(self, index: int) -> int:
+        """Streams that an instance is answering now, with at least half of their tokens to come."""
+        connection = http.client.HTTPConnection("127.0.0.1", (self.one, self.two)[index], timeout=60)
         connection.request("GET", "/stats")
-        return int(json.load(connection.getresponse())["running"])
+        requests = json.load(connection.getresponse())["requests"]
+        connection.close()
+        return sum(r["phase"] == "decode" and r["completion_tokens"] <= TOKENS // 2 for r in requests)
 
     def finished(self, name: str) -> set[str]:
         """Ids of the requests that an instance answered whole, by its own log."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,13 @@ __all__ = ["LiveServer", "Reply", "Start", "Streamed", "check_chat_stream", "rea
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return Tokenizer(MODEL_DIR)
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder of this test for UNIX sockets, whose whole path may have 107 bytes: `tmp_path` may be longer."""
+    with tempfile.TemporaryDirectory(prefix="glm53-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 Start = Callable[..., LiveServer]

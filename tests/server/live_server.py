@@ -15,6 +15,7 @@ from typing import Any
 
 import glm53
 from glm53.engine.protocol import Engine
+from glm53.engine.scripted import ScriptedEngine
 from glm53.server.app import Server, ServerOptions, create_app
 from glm53.server.notify import Notifier
 from glm53.tokenizer import Tokenizer
@@ -177,8 +178,8 @@ class LiveServer:
             raise RuntimeError("the server ended") from self.failure[0]
         return self.get("/stats", self.key).json
 
-    def until(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 5) -> dict[str, Any]:
-        """Poll /stats until `condition` holds; the statistics then."""
+    def until(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 30) -> dict[str, Any]:
+        """Poll /stats until `condition` holds; the statistics then. What must not end by itself has to last longer."""
         end = time.monotonic() + seconds
         while True:
             stats = self.stats()
@@ -190,7 +191,22 @@ class LiveServer:
     def call(self, function: Callable[[], Any]) -> None:
         self.loop.call_soon_threadsafe(function)
 
-    def stop(self, seconds: float = 15) -> None:
+    def hold(self, after: int = 0) -> threading.Event:
+        """Make streams of the scripted engine wait before token number `after` (of those with a rate) until the event
+        that is returned is set: what a test does meanwhile cannot come too late on a busy machine."""
+        assert isinstance(self.engine, ScriptedEngine)
+        advance, go = self.engine._advance, threading.Event()
+
+        def gated(entry: Any, now: float) -> None:
+            if entry.sent < after or go.is_set():
+                advance(entry, now)
+            else:
+                entry.first_due_s += 0.005  # and the pace goes on from there
+
+        self.engine._advance = gated  # type: ignore[method-assign]
+        return go
+
+    def stop(self, seconds: float = 60) -> None:
         if self.thread.is_alive():
             self.call(self.server.request_stop)
             self.thread.join(seconds)
@@ -248,5 +264,5 @@ def start_server(
 
     thread = threading.Thread(target=work, name="test-server", daemon=True)
     thread.start()
-    assert bound.wait(10)
+    assert bound.wait(60)
     return LiveServer(server, loop, thread, failure=failure)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import http.server
 import json
-import os
 import subprocess
 import sys
 import threading
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_process import BENCH, free_port
+from test_process import BENCH, Served, dead_port
 
 import glm53
 
@@ -188,11 +185,12 @@ def test_a_wrong_server_is_found_out(fake: Fake, panel: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("fault", ["nobody there", "no panel", "no scores"])
 def test_no_verdict_is_exit_code_2_with_one_line(fault: str, fake: Fake, panel: Path, tmp_path: Path) -> None:
     url, path = fake("sglang", lambda top: []), panel
-    if fault == "nobody there":
-        url = f"http://127.0.0.1:{free_port()}"
     if fault == "no panel":
         path = tmp_path / "none.json"
-    done = bare("score_ref_panel.py", "--url", url, "--panel", str(path))
+    with dead_port() as nobody:
+        if fault == "nobody there":
+            url = f"http://127.0.0.1:{nobody}"
+        done = bare("score_ref_panel.py", "--url", url, "--panel", str(path))
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("score_ref_panel: ")
     assert "Traceback" not in done.stderr
@@ -241,13 +239,14 @@ def test_sweep_against_the_scripted_server(start: Any, tmp_path: Path) -> None:
     one, three = record["raw"]["decode"]
     assert three["runs"][0]["tokens"] == 3 * one["runs"][0]["tokens"]
     assert three["runs"][0]["finished"] == 3
-    assert 100 < one["tok_s"] < 220  # the script speaks at 200 tokens a second
+    assert one["tok_s"] == pytest.approx(one["runs"][0]["tokens"] / one["runs"][0]["wall_s"])
+    assert one["tok_s"] < 220  # the script speaks at 200 tokens a second; a busy machine makes it less
 
 
 def test_sweep_keeps_what_it_measured_before_a_failure(fake: Fake, tmp_path: Path) -> None:
     out = tmp_path / "sweep.json"
-    url = f"http://127.0.0.1:{free_port()}"
-    done = bare("sweep.py", "--url", url, "--prefill", "10", "--out", str(out))
+    with dead_port() as nobody:
+        done = bare("sweep.py", "--url", f"http://127.0.0.1:{nobody}", "--prefill", "10", "--out", str(out))
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert json.loads(out.read_text())["failure"]
@@ -256,24 +255,13 @@ def test_sweep_keeps_what_it_measured_before_a_failure(fake: Fake, tmp_path: Pat
 @pytest.fixture(scope="module")
 def cpu_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a server with the CPU engine on the bundled checkpoint."""
-    port, log_path = free_port(), tmp_path_factory.mktemp("server") / "log"
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("GLM53_")}
-    command = [sys.executable, "-m", "glm53", "serve", "--model-dir", str(TINY), "--device", "cpu", "--port", str(port)]
-    with log_path.open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-    url = f"http://127.0.0.1:{port}"
+    server = Served(tmp_path_factory.mktemp("server") / "log", "--model-dir", str(TINY), "--device", "cpu")
     try:
-        for _ in range(480):
-            assert process.poll() is None, log_path.read_text()
-            try:
-                with urllib.request.urlopen(url + "/health", timeout=5):
-                    break
-            except OSError:  # not listening yet, or 503 while it loads
-                time.sleep(0.25)
-        yield url
+        server.wait_ready()
+        yield server.url
     finally:
-        process.terminate()
-        process.wait(60)
+        server.process.terminate()
+        server.process.wait(60)
 
 
 def test_panel_score_of_the_cpu_engine(cpu_server: str, panel: Path, tmp_path: Path) -> None:
@@ -300,9 +288,9 @@ def test_sweep_of_the_cpu_engine(cpu_server: str, tmp_path: Path) -> None:
 
 
 def test_stream_rate_of_the_cpu_engine(cpu_server: str, tmp_path: Path) -> None:
-    """Even, at least once in three runs: other work on this machine can hold one stream up."""
+    """Even, at least once in ten runs: other work on this machine can hold one stream up."""
     out = tmp_path / "rate.json"
-    for _ in range(3):
+    for _ in range(10):
         done = bare("stream_rate.py", "--url", cpu_server, "--max-tokens", "200", "--ignore-eos", "--out", str(out))
         if done.returncode == 0:
             break

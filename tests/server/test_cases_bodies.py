@@ -211,7 +211,7 @@ def test_b59_b73_two_megabytes_without_a_break_block_nobody(start: Start, letter
     body = {"prompt": letter * 2_000_000}
     done: list[Reply] = []
     thread = threading.Thread(target=lambda: done.append(live.request("POST", "/tokenize", body, timeout=60)))
-    slowest = 0.0
+    slowest, begun = 0.0, time.monotonic()
     thread.start()
     while thread.is_alive():
         started = time.monotonic()
@@ -220,4 +220,5 @@ def test_b59_b73_two_megabytes_without_a_break_block_nobody(start: Start, letter
         slowest = max(slowest, time.monotonic() - started)
     thread.join()
     assert done[0].status == 200
-    assert slowest < 1.0, "the event loop was blocked"
+    # a blocked loop answers nothing until it is done; on a busy machine both take longer
+    assert slowest < max(1.0, 0.25 * (time.monotonic() - begun)), "the event loop was blocked"

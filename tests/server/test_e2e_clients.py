@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -121,12 +123,19 @@ def test_openai_errors_have_their_own_classes(start: Start) -> None:
 
 def test_openai_retries_a_full_queue(start: Start) -> None:
     live = start({**SAYS, "rate": 20}, max_streams=1, max_queue=0)
+    go = live.hold()
     stream = client(live).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}], stream=True)
     with pytest.raises(openai.InternalServerError):
         client(live).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
-    patient = openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=3)
-    reply = patient.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
-    assert reply.choices[0].message.content == "It is 18 degrees."
+    patient = openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=9)
+    replies: list[Any] = []
+    ask = partial(patient.chat.completions.create, model="m", messages=[{"role": "user", "content": "x"}])
+    thread = threading.Thread(target=lambda: replies.append(ask()))
+    thread.start()
+    live.until(lambda s: s["queue"]["refused"] == 2)
+    go.set()
+    thread.join(60)
+    assert replies[0].choices[0].message.content == "It is 18 degrees."
     stream.close()
 
 
@@ -138,8 +147,8 @@ def test_openai_error_inside_a_stream_is_raised(start: Start) -> None:
 
 
 def test_closing_an_openai_stream_frees_the_engine(start: Start) -> None:
-    live = start({"pieces": ["</think>", *["x"] * 500], "end": "user", "rate": 50})
+    live = start({"pieces": ["</think>", *["x"] * 6000], "end": "user", "rate": 50})
     stream = client(live).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}], stream=True)
     next(iter(stream))
     stream.close()
-    live.until(lambda s: s["running"] == 0 and not s["requests"], 2)
+    live.until(lambda s: s["running"] == 0 and not s["requests"])

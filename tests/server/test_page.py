@@ -20,7 +20,11 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium (Debian: apt install chromium)")
 
 ANSWER = {"pieces": ["First ", "thought", "</think>", "The ", "<b>answer</b>", "."], "end": "user", "rate": 50}
-SLOW = {"pieces": ["</think>", *["more "] * 500], "end": "user", "rate": 20}
+SLOW = {"pieces": ["</think>", *["more "] * 6000], "end": "user", "rate": 20}
+
+
+class Refused(AssertionError):
+    """The browser did not do what it was told."""
 
 
 class Page:
@@ -35,12 +39,13 @@ class Page:
         number = next(self._ids)
         await self._socket.send_json({"id": number, "method": method, "params": params})
         while True:
-            message = await self._socket.receive_json(timeout=20)
+            message = await self._socket.receive_json(timeout=60)
             entry = message.get("params", {}).get("entry", {})
             if message.get("method") == "Runtime.exceptionThrown" or entry.get("level") == "error":
                 self.errors.append(json.dumps(message["params"]))
             if message.get("id") == number:
-                assert "error" not in message, message
+                if "error" in message:
+                    raise Refused(message["error"])
                 return message["result"]
 
     async def evaluate(self, expression: str) -> Any:
@@ -48,10 +53,16 @@ class Page:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    async def until(self, expression: str, seconds: float = 10) -> None:
+    async def until(self, expression: str, seconds: float = 60) -> None:
         async with asyncio.timeout(seconds):
-            while not await self.evaluate(expression):  # noqa: ASYNC110
+            while not await self._holds(expression):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
+
+    async def _holds(self, expression: str) -> bool:
+        try:
+            return bool(await self.evaluate(expression))
+        except Refused:  # between two documents there is nothing to evaluate in
+            return False
 
     async def type(self, text: str) -> None:
         await self.send("Input.insertText", text=text)
@@ -70,35 +81,40 @@ async def browser(profile: Path, width: int, height: int) -> AsyncIterator[Page]
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
     command += [f"--user-data-dir={profile}", f"--window-size={width},{height}", "about:blank"]
     silent = asyncio.subprocess.DEVNULL
-    environment = {**os.environ, "TMPDIR": str(profile.parent)}
+    environment = {**os.environ, "TMPDIR": str(profile.parent)}  # it makes a UNIX socket there
     process = await asyncio.create_subprocess_exec(*command, stdout=silent, stderr=silent, env=environment)
     try:
         port_file = profile / "DevToolsActivePort"
         async with asyncio.timeout(60):
-            while not port_file.exists() or not port_file.read_text():  # noqa: ASYNC110
+            while not port_file.exists() or not port_file.read_text():
+                assert process.returncode is None, f"Chromium ended with {process.returncode}"
                 await asyncio.sleep(0.1)
         port = port_file.read_text().split()[0]
         async with aiohttp.ClientSession() as session:
-            async with session.get(f"http://127.0.0.1:{port}/json") as reply:
-                tabs = [t for t in await reply.json() if t["type"] == "page"]
+            tabs: list[dict[str, str]] = []
+            async with asyncio.timeout(60):
+                while not tabs:  # the port is there before the first tab
+                    async with session.get(f"http://127.0.0.1:{port}/json") as reply:
+                        tabs = [t for t in await reply.json() if t["type"] == "page"]
             async with session.ws_connect(tabs[0]["webSocketDebuggerUrl"], max_msg_size=0) as socket:
                 page = Page(socket)
                 for domain in ("Page", "Runtime", "Log"):
                     await page.send(f"{domain}.enable")
                 yield page
     finally:
-        process.terminate()
+        if process.returncode is None:
+            process.terminate()
         await process.wait()
 
 
 Visit = Callable[[Page], Coroutine[Any, Any, None]]
 
 
-def visit(live: LiveServer, tmp_path: Path, steps: Visit, width: int = 1280, height: int = 800) -> None:
+def visit(live: LiveServer, short_path: Path, steps: Visit, width: int = 1280, height: int = 800) -> None:
     """Open the page, wait until it shows the server's state, run `steps`; no script error may have happened."""
 
     async def body() -> None:
-        async with browser(tmp_path / "profile", width, height) as page:
+        async with browser(short_path / "profile", width, height) as page:
             await page.send("Page.navigate", url=live.url + "/")
             await page.until("document.querySelector('#what')?.dataset.phase === 'ready'")
             await steps(page)
@@ -107,7 +123,7 @@ def visit(live: LiveServer, tmp_path: Path, steps: Visit, width: int = 1280, hei
     asyncio.run(body())
 
 
-def test_chat_by_keyboard_with_folded_reasoning_and_stop(start: Start, tmp_path: Path) -> None:
+def test_chat_by_keyboard_with_folded_reasoning_and_stop(start: Start, short_path: Path) -> None:
     live = start([ANSWER, SLOW])
 
     async def steps(page: Page) -> None:
@@ -131,11 +147,11 @@ def test_chat_by_keyboard_with_folded_reasoning_and_stop(start: Start, tmp_path:
         await page.until("document.querySelectorAll('.turn .note')[1].textContent === 'stopped'")
         assert await page.evaluate("document.querySelector('#send').hidden") is False
 
-    visit(live, tmp_path, steps)
+    visit(live, short_path, steps)
     live.until(lambda s: s["running"] == 0 and s["engine"]["cancelled"] == 1)
 
 
-def test_status_side(start: Start, tmp_path: Path) -> None:
+def test_status_side(start: Start, short_path: Path) -> None:
     live = start(ANSWER)
     live.chat()
 
@@ -146,10 +162,10 @@ def test_status_side(start: Start, tmp_path: Path) -> None:
         assert "131,072" in loaded
         assert "tokens written6" in await page.text("#queue")
 
-    visit(live, tmp_path, steps)
+    visit(live, short_path, steps)
 
 
-def test_an_error_is_shown_in_words(start: Start, tmp_path: Path) -> None:
+def test_an_error_is_shown_in_words(start: Start, short_path: Path) -> None:
     live = start(ANSWER, context=20)
 
     async def steps(page: Page) -> None:
@@ -159,14 +175,14 @@ def test_an_error_is_shown_in_words(start: Start, tmp_path: Path) -> None:
         await page.until("document.querySelector('.turn .error')?.textContent.includes('maximum context length')")
         page.errors.clear()  # the browser logs every 400
 
-    visit(live, tmp_path, steps)
+    visit(live, short_path, steps)
 
 
-def test_a_key_can_be_entered(start: Start, tmp_path: Path) -> None:
+def test_a_key_can_be_entered(start: Start, short_path: Path) -> None:
     live = start(ANSWER, api_keys=("open-sesame",))
 
     async def body() -> None:
-        async with browser(tmp_path / "profile", 1280, 800) as page:
+        async with browser(short_path / "profile", 1280, 800) as page:
             await page.send("Page.navigate", url=live.url + "/")
             await page.until("document.querySelector('#what')?.textContent === 'needs an API key'")
             await page.evaluate("document.querySelector('#key').focus()")
@@ -178,7 +194,7 @@ def test_a_key_can_be_entered(start: Start, tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_a_phone_has_no_sideways_scrolling(start: Start, tmp_path: Path) -> None:
+def test_a_phone_has_no_sideways_scrolling(start: Start, short_path: Path) -> None:
     async def steps(page: Page) -> None:
         metrics = {"width": 375, "height": 740, "deviceScaleFactor": 2, "mobile": True}
         await page.send("Emulation.setDeviceMetricsOverride", **metrics)
@@ -191,4 +207,4 @@ def test_a_phone_has_no_sideways_scrolling(start: Start, tmp_path: Path) -> None
         assert json.loads(box)["right"] <= 375
         assert json.loads(box)["bottom"] <= 740
 
-    visit(start(ANSWER), tmp_path, steps)
+    visit(start(ANSWER), short_path, steps)

@@ -6,6 +6,7 @@ import http.client
 import http.server
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,60 +26,69 @@ BENCH = Path(__file__).parents[2] / "bench"
 TALK = {"pieces": ["</think>", *["word "] * 100], "end": "user", "rate": 100}
 
 
-def free_port() -> int:
+@contextmanager
+def dead_port() -> Iterator[int]:
+    """A port on which nobody listens, kept from everybody else."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+        yield int(s.getsockname()[1])
 
 
 class Served:
-    """A running server process."""
+    """A running server process on a port that the system chose; its whole output goes to `log`."""
 
-    def __init__(self, script: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
-        self.port = free_port()
-        command = [sys.executable, "-m", "glm53", "serve", "--scripted", str(script), "--port", str(self.port)]
+    def __init__(self, log: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
+        self.log = log
+        command = [sys.executable, "-m", "glm53", "serve", "--port", "0", *arguments]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("GLM53_")} | (env or {})
-        self.process = subprocess.Popen(
-            [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        """Where it listens, by its own log."""
+        found = self.until(lambda: re.search(r"listening on (http://\S+?),", self.log.read_text()), "listening")
+        assert found
+        return str(found[1])
 
-    def wait_ready(self, seconds: float = 60) -> None:
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def until(self, condition: Callable[[], Any], what: str, seconds: float = 120) -> Any:
+        """The first true value of `condition` while the process runs."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            assert self.process.poll() is None, self.process.communicate()[0]
-            try:
-                if self.get("/health") == 200:
-                    return
-            except OSError:
-                pass
+            if value := condition():
+                return value
+            assert self.process.poll() is None, self.log.read_text()
             time.sleep(0.05)
-        raise AssertionError("not ready")
+        raise AssertionError(f"not {what} within {seconds} s: {self.log.read_text()}")
+
+    def wait_ready(self) -> None:
+        self.until(lambda: self.get("/health") == 200, "ready")
 
     def get(self, path: str) -> int:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.request("GET", path)
             return connection.getresponse().status
         finally:
             connection.close()
 
-    def open_stream(self) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+    def open_stream(self, lines: int = 12) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
         reply = connection.getresponse()
         assert reply.status == 200
-        for _ in range(12):
+        for _ in range(lines):
             reply.readline()
         return connection, reply
 
-    def end(self, seconds: float = 30) -> tuple[int, str]:
-        output, _ = self.process.communicate(timeout=seconds)
-        return self.process.returncode, output
+    def end(self) -> tuple[int, str]:
+        code = self.process.wait(60)
+        return code, self.log.read_text()
 
 
 Serve = Callable[..., Served]
@@ -90,7 +101,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     def make(answer: Any, *arguments: str, ready: bool = True, **options: Any) -> Served:
         script = tmp_path / f"{len(started)}.jsonl"
         script.write_text(answer if isinstance(answer, str) else json.dumps(answer) + "\n", encoding="utf-8")
-        started.append(Served(script, *arguments, **options))
+        started.append(Served(tmp_path / f"{len(started)}.log", "--scripted", str(script), *arguments, **options))
         if ready:
             started[-1].wait_ready()
         return started[-1]
@@ -99,7 +110,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     for one in started:
         if one.process.poll() is None:
             one.process.kill()
-        one.process.communicate()
+        one.process.wait(60)
 
 
 def test_b75_sigterm_finishes_the_stream_and_exits_0(serve: Serve) -> None:
@@ -116,10 +127,10 @@ def test_b75_sigterm_finishes_the_stream_and_exits_0(serve: Serve) -> None:
 
 
 def test_b75_second_sigterm_ends_the_stream_with_an_error_event(serve: Serve) -> None:
-    server = serve({**TALK, "rate": 5})
-    connection, reply = server.open_stream()
+    server = serve({**TALK, "rate": 1})
+    connection, reply = server.open_stream(lines=4)
     server.process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
+    server.until(lambda: server.get("/health") == 503, "draining")  # else the two could arrive as one
     started = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     rest = reply.read()
@@ -127,12 +138,12 @@ def test_b75_second_sigterm_ends_the_stream_with_an_error_event(serve: Serve) ->
     assert rest.endswith(b"data: [DONE]\n\n")
     connection.close()
     code, output = server.end()
-    assert (code, time.monotonic() - started < 8) == (0, True)
+    assert (code, time.monotonic() - started < 60) == (0, True)  # the stream itself takes 100 s
     assert "Traceback" not in output
 
 
-def test_readiness_is_notified(serve: Serve, tmp_path: Path) -> None:
-    path = str(tmp_path / "notify")
+def test_readiness_is_notified(serve: Serve, short_path: Path) -> None:
+    path = str(short_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s:
         s.bind(path)
         s.settimeout(60)
@@ -147,13 +158,13 @@ def test_readiness_is_notified(serve: Serve, tmp_path: Path) -> None:
 
 
 def test_limits_in_the_settings_hold_for_a_script_too(serve: Serve) -> None:
-    server = serve({**TALK, "rate": 5}, "--max-batch-size", "1", "--max-queue", "0", "--cache-tokens", "300")
-    with urllib.request.urlopen(server.url + "/server_info", timeout=10) as reply:
+    server = serve({**TALK, "rate": 1}, "--max-batch-size", "1", "--max-queue", "0", "--cache-tokens", "300")
+    with urllib.request.urlopen(server.url + "/server_info", timeout=60) as reply:
         info = json.load(reply)
     assert (info["context_length"], info["max_streams"], info["max_queue"]) == (300, 1, 0)
-    connection, _ = server.open_stream()
+    connection, _ = server.open_stream(lines=2)
     with pytest.raises(urllib.error.HTTPError, match="503"):
-        urllib.request.urlopen(server.url + "/v1/completions", b'{"prompt": "x"}', timeout=10)
+        urllib.request.urlopen(server.url + "/v1/completions", b'{"prompt": "x"}', timeout=60)
     connection.close()
 
 
@@ -188,14 +199,21 @@ def bench(name: str, *arguments: str) -> tuple[int, Any, str]:
 
 
 def test_stream_rate_passes_on_this_server(serve: Serve) -> None:
-    code, figures, told = bench("stream_rate.py", "--url", serve(TALK).url, "--streams", "4")
-    assert (code, told) == (0, "")
-    assert len(figures["raw"]["streams"]) == 4
-    for stream in figures["raw"]["streams"]:
-        assert stream["tokens_per_s"] == pytest.approx(100, rel=0.2)
-        assert stream["tokens"] == 101
-        assert stream["curve"][-1] == [1.0, 1.0]
-        assert stream["curve"] == sorted(stream["curve"])
+    """Once in ten: what it measures is also how busy this machine is."""
+    url, attempts = serve(TALK).url, []
+    while len(attempts) < 10:
+        code, figures, told = bench("stream_rate.py", "--url", url, "--streams", "4")
+        assert told == ""
+        streams, even = figures["raw"]["streams"], figures["raw"]["even"]
+        assert code == (0 if even else 1)
+        assert [stream["tokens"] for stream in streams] == [101] * 4
+        for stream in streams:
+            assert stream["curve"][-1] == [1.0, 1.0]
+            assert stream["curve"] == sorted(stream["curve"])
+        if even and all(80 < stream["tokens_per_s"] < 120 for stream in streams):
+            return
+        attempts.append([(stream["tokens_per_s"], stream["bend"], stream["last_burst"]) for stream in streams])
+    pytest.fail(f"never even: {attempts}")
 
 
 class HalfSpeed(http.server.BaseHTTPRequestHandler):
@@ -239,7 +257,8 @@ def test_stream_rate_fails_on_a_server_at_half_speed_that_flushes_at_the_end(ser
 
 
 def test_stream_rate_gives_no_verdict_without_a_server_or_on_a_short_answer(serve: Serve) -> None:
-    code, _, told = bench("stream_rate.py", "--url", f"http://127.0.0.1:{free_port()}")
+    with dead_port() as port:
+        code, _, told = bench("stream_rate.py", "--url", f"http://127.0.0.1:{port}")
     assert (code, told.startswith("stream_rate: ")) == (2, True)
     assert "Traceback" not in told
     code, _, told = bench("stream_rate.py", "--url", serve({"pieces": ["</think>", "x"], "end": "user"}).url)

@@ -273,13 +273,11 @@ class ScriptedEngine(Engine):
 
     def _step(self) -> None:
         now = time.monotonic()
-        done = [e for e in self._running if e.due_s() <= now and self._advance(e, now)]
-        if done:
-            with self._condition:
-                self._running = [e for e in self._running if e not in done]
+        for entry in [e for e in self._running if e.due_s() <= now]:
+            self._advance(entry, now)
 
-    def _advance(self, entry: _Running, now: float) -> bool:
-        """Send what is due of one stream; True when it has ended."""
+    def _advance(self, entry: _Running, now: float) -> None:
+        """Send what is due of one stream. One that ends leaves `_running` first: its reader then counts it no more."""
         count = 1 if entry.answer.rate else BURST
         tokens: list[Token] = []
         finish: Finish | None = None
@@ -292,10 +290,11 @@ class ScriptedEngine(Engine):
             usage.completion_tokens += len(tokens)
             self._counters.completion_tokens += len(tokens)
         if finish:
+            with self._condition:
+                self._running.remove(entry)
             entry.stream.finish(finish, tokens)
         else:
             entry.stream.push(tokens)
-        return finish is not None
 
     def _draw(self, entry: _Running, tokens: list[Token]) -> Finish | None:
         """Append the stream's next token to `tokens`, or say why there is none."""
