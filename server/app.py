@@ -42,7 +42,8 @@ ROUTES = [
 
 
 def create_app(options: ServerOptions, tokenizer: Tokenizer) -> web.Application:
-    """An application in phase "loading"; `Server` runs it. Raises ConfigError for a chat template that is none."""
+    """An application in phase "loading"; `Server` runs it. Raises ConfigError for a chat template or a
+    generation_config.json that is none."""
     app = web.Application(
         middlewares=[observe, errors_as_json, preflight, authenticate],
         client_max_size=options.max_body_bytes,

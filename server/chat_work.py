@@ -58,7 +58,7 @@ def chat_work(state: ServerState, engine: Engine, call: ChatCall, new_id: Callab
 
 async def constrain(state: ServerState, work: ChatWork) -> None:
     """Compile what the answer must look like, if anything, for each choice. Raises RequestError."""
-    call, stops = work.call, stop_ids(work.call.decoding, state.tokenizer)
+    call, stops = work.call, stop_ids(work.call.decoding, state)
     if call.decoding.response_format is None and call.thinking_budget is None and not call.tool_choice.forced:
         return
 

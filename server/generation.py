@@ -10,7 +10,6 @@ from aiohttp import web
 from aiohttp.client_exceptions import ClientConnectionResetError
 
 from glm53.engine.protocol import Constraint, Finish, GenerationRequest, SamplingParams, TokenStream
-from glm53.tokenizer import Tokenizer
 
 from .errors import ErrorReply, reply_for, unforeseen
 from .jobs import Job, deltas
@@ -19,6 +18,7 @@ from .protocol.output import OutputParser
 from .protocol.requests import Decoding
 from .protocol.sse import DONE
 from .sse import PING, SseResponse
+from .state import ServerState
 
 STOP_NAMES = ("<|endoftext|>", "<|user|>", "<|observation|>", "<|system|>", "<|assistant|>", "[gMASK]", "<sop>")
 """Every token that starts a turn ends the answer: the model must not speak for others."""
@@ -69,15 +69,17 @@ class Choice:
                 yield events
 
 
-def stop_ids(decoding: Decoding, tokenizer: Tokenizer) -> frozenset[int]:
+def stop_ids(decoding: Decoding, state: ServerState) -> frozenset[int]:
     """Token ids that end an answer."""
     own = frozenset(decoding.stop_ids)
-    return own if decoding.ignore_eos else own | tokenizer.special_ids(STOP_NAMES)
+    if decoding.ignore_eos:
+        return own
+    return own | state.tokenizer.special_ids(STOP_NAMES) | state.generation_config.eos_ids
 
 
 def submit(job: Job, works: Sequence[Work], decoding: Decoding) -> list[Choice]:
     """Start all streams of a request. Raises PromptTooLong, RequestError or EngineError."""
-    stops = stop_ids(decoding, job.state.tokenizer)
+    stops = stop_ids(decoding, job.state)
     requests = [
         GenerationRequest(
             request_id=f"{job.id}-{index}",

@@ -22,6 +22,7 @@ from glm53.tokenizer import Tokenizer
 
 from .admission import Admission
 from .errors import Unavailable
+from .generation_config import read_generation_config
 from .metrics import Metrics
 from .options import ServerOptions
 from .prompt import PromptBuilder
@@ -44,6 +45,7 @@ class ServerState:
         self.options = options
         self.tokenizer = tokenizer
         self.prompts = PromptBuilder(options.chat_template, tokenizer)
+        self.generation_config = read_generation_config(tokenizer.model_dir, tokenizer.size)
         self.phase: Phase = "loading"
         self.engine: Engine | None = None
         self.progress: tuple[str, float] = ("starting", 0.0)
@@ -76,7 +78,7 @@ class ServerState:
 
     def defaults(self) -> RequestDefaults:
         """What a request gets for fields it leaves out."""
-        return RequestDefaults(vocab_size=self.engine_or_503().info.vocab_size)
+        return RequestDefaults(self.generation_config.sampling, vocab_size=self.engine_or_503().info.vocab_size)
 
     async def run_sized(self, size: int, work: Callable[[], T]) -> T:
         """`work()` here if its input of `size` bytes is small, else on a thread, so that the event loop stays free."""

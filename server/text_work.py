@@ -57,7 +57,7 @@ async def constrain(state: ServerState, work: TextWork, decoding: Decoding) -> N
     """Compile the format of the answer, if one was asked for, for each stream. Raises RequestError."""
     if decoding.response_format is None:
         return
-    stops = stop_ids(decoding, state.tokenizer)
+    stops = stop_ids(decoding, state)
 
     def compile_all() -> None:
         for one in work.works:

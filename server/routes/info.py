@@ -15,6 +15,7 @@ from glm53.errors import EngineError
 
 from .. import openapi
 from ..errors import HttpError, Unavailable
+from ..generation_config import KEYS
 from ..jobs import Job, deltas
 from ..metrics import CONTENT_TYPE
 from ..middleware import json_response
@@ -181,10 +182,16 @@ async def server_info(request: web.Request) -> web.Response:
         "max_streams": info.max_streams,
         "max_queue": options.max_queue,
         "chat_template": options.chat_template,
+        "sampling_defaults": _sampling_defaults(state),
         "load_s": round(state.load_s, 3),
         "warnings": warnings,
     }
     return json_response(body)
+
+
+def _sampling_defaults(state: ServerState) -> dict[str, float]:
+    sampling = state.generation_config.sampling
+    return {name: getattr(sampling, name) for name in KEYS}
 
 
 async def model_info(request: web.Request) -> web.Response:
