@@ -12,9 +12,7 @@
 namespace glm53 {
 namespace {
 
-constexpr int kStaged = 0, kRestored = 1, kRegions = 2;
-constexpr int kRows = kExpertParts + 1;   // of a layer's image: its tables, and where its experts are away
-constexpr std::size_t kPieceExperts = 2;  // 19 MB: 350 us on PCIe 5 x16
+constexpr int kRows = kExpertParts + 1;  // of a layer's image: its tables, and where its experts are away
 constexpr std::size_t kPartAlign = 256;
 
 std::vector<const void*> part_homes(const ExpertRuntimeConfig& config, const std::vector<LayerTables>& layers) {

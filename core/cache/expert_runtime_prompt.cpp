@@ -6,11 +6,6 @@
 #include "cache/expert_runtime.h"
 
 namespace glm53 {
-namespace {
-
-constexpr std::size_t kPieceExperts = 2;  // 19 MB: 350 us on PCIe 5 x16
-
-}  // namespace
 
 void ExpertRuntime::begin_prompt(std::size_t stage_bytes, StreamHandle compute, StreamHandle copy, int layers) {
     if (in_prompt()) throw std::logic_error("ExpertRuntime: a long prompt is running already");
@@ -42,21 +37,14 @@ void ExpertRuntime::begin_prompt(std::size_t stage_bytes, StreamHandle compute, 
     totals_.long_prompts += 1;
 }
 
-// Missing experts in pieces of neighbours, in ascending order, as far as a buffer has room.
+// Missing experts in ascending order, as far as a buffer has room; one a piece: 9 MB fill the link, and what the
+// forward pass itself copies to the device waits for as few of them as possible.
 void ExpertRuntime::queue_layer(int layer) {
     std::vector<StagePiece> pieces;
-    std::size_t room = staging_->bytes_each() / cache_->slot_bytes();
-    const auto missing = [&](int e) { return e < config_.clock.experts && cache_->slot_of(layer, e) < 0; };
-    for (int e = 0; e < config_.clock.experts && room > 0; ++e) {
-        if (!missing(e)) continue;
-        const int first = e;
-        std::size_t count = 1;
-        while (count < kPieceExperts && count < room && missing(e + 1)) {
-            ++count;
-            ++e;
-        }
-        room -= count;
-        pieces.push_back({reinterpret_cast<const void*>(home(layer, first)), count * cache_->slot_bytes()});
+    const std::size_t room = staging_->bytes_each() / cache_->slot_bytes();
+    for (int e = 0; e < config_.clock.experts && pieces.size() < room; ++e) {
+        if (cache_->slot_of(layer, e) >= 0) continue;
+        pieces.push_back({reinterpret_cast<const void*>(home(layer, e)), cache_->slot_bytes()});
     }
     feeder_->queue(layer, std::move(pieces));
     queued_ = layer + 1;
@@ -65,15 +53,10 @@ void ExpertRuntime::queue_layer(int layer) {
 void ExpertRuntime::note_staged(int layer, const std::vector<StagePiece>& pieces) {
     for (const StagePiece& piece : pieces) {
         if (!piece.at) continue;
-        const std::size_t first =
-            (reinterpret_cast<std::uint64_t>(piece.from) - layers_[layer].home) / cache_->slot_bytes();
-        const std::size_t count = piece.bytes / cache_->slot_bytes();
-        for (std::size_t i = 0; i < count; ++i) {
-            away(layer, static_cast<int>(first + i)) =
-                reinterpret_cast<std::uint64_t>(piece.at) + i * cache_->slot_bytes();
-        }
+        const std::uint64_t offset = reinterpret_cast<std::uint64_t>(piece.from) - layers_[layer].home;
+        away(layer, static_cast<int>(offset / cache_->slot_bytes())) = reinterpret_cast<std::uint64_t>(piece.at);
         totals_.staged_bytes += piece.bytes;
-        totals_.staged_experts += count;
+        totals_.staged_experts += 1;
     }
 }
 

@@ -7,7 +7,7 @@
 namespace glm53 {
 namespace {
 
-constexpr auto kPoll = std::chrono::microseconds(20);  // against pieces of 350 us: the link never runs dry
+constexpr auto kPoll = std::chrono::microseconds(20);  // against 180 us a piece, two queued: the link never runs dry
 
 }  // namespace
 

@@ -2,7 +2,7 @@
 //
 // Why: copies to the device run in the order they were issued, whatever their stream. A whole layer issued at once (45
 // ms on PCIe 5) would hold up every small copy that the forward pass itself makes, and with it the layer before; with
-// `in_flight` pieces queued, those wait a millisecond.
+// `in_flight` pieces queued, those wait half a millisecond.
 //
 // States of a layer   queued (queue) -> bringing (the thread) -> brought (its copies are issued, `filled` recorded)
 //                     -> in use (acquire) -> gone (release, stop)
