@@ -7,10 +7,11 @@
 
 The first form needs a GPU and exllamav3: it runs the checkpoint (all of it in VRAM, or with --on-cpu N experts a layer
 in host RAM, stock's own split) over windows of the given texts, by default this repository's documents, in one pass per
-window. With --pins FILE the Triton kernels run with that file's picks (`glm53 pin` writes one); the server that is
-scored must then run with the same. The other forms take logits that stock exllamav3 computed earlier: ANSWERS.npz holds
-NAME_ids and NAME_logits per prompt; IDS.npz `ids` and `lengths` of whole documents, LOGITS.npz `logits` of the first
-`documents` of them. Panels are read by score_ref_panel.py.
+window. Triton's kernels run with the picks of --pins (default: those shipped for this GPU) and choose for themselves
+where it has none; --write-pins writes all that were used, with which the server that is scored must run. The other
+forms take logits that stock exllamav3 computed earlier: ANSWERS.npz holds NAME_ids and NAME_logits per prompt; IDS.npz
+`ids` and `lengths` of whole documents, LOGITS.npz `logits` of the first `documents` of them. Panels are read by
+score_ref_panel.py.
 
 Log-probabilities are over the whole row of logits, as exllamav3's own are, padding rows of the head included; only ids
 of the tokenizer are listed.
@@ -23,6 +24,7 @@ import json
 import platform
 import shlex
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +68,12 @@ def run_stock(args: argparse.Namespace, chosen: list[tuple[str, np.ndarray]], us
     import torch
     from exllamav3 import Config, Model
 
-    if args.pins:
-        from glm53.engine.exllama.loader import architecture
-        from glm53.engine.exllama.pins import apply_pins
+    from glm53.engine.exllama import pins
+    from glm53.engine.exllama.loader import architecture
 
-        apply_pins(args.pins, architecture(0))
+    chosen_pins = pins.pin_path(architecture(0), args.pins)
+    if chosen_pins is not None:
+        pins.apply_pins(chosen_pins, architecture(0))
     config = Config.from_directory(args.model)
     config.infer_params.moe_cpu_split = args.on_cpu
     model = Model.from_config(config)
@@ -81,6 +84,8 @@ def run_stock(args: argparse.Namespace, chosen: list[tuple[str, np.ndarray]], us
             logits = model.forward(torch.from_numpy(ids)[None], {"attn_mode": "flash_attn_nc"})[0].float().cpu().numpy()
         out.append(prompt_of(name, ids, logits, usable))
         print(f"{i + 1}/{len(chosen)} {name}", file=sys.stderr, flush=True)
+    if args.write_pins:
+        pins.write_pins(args.write_pins, architecture(0), version("exllamav3"), version("triton"))
     return out
 
 
@@ -103,8 +108,6 @@ def from_files(ids_path: Path, logits_path: Path, prompts: int, usable: int) -> 
 
 
 def panel_of(args: argparse.Namespace, entries: list[dict[str, Any]], encoder: Any) -> dict[str, Any]:
-    from importlib.metadata import version
-
     versions = {"python": platform.python_version()}
     if args.recorded or args.logits:
         versions["exllamav3"] = args.recorded_by
@@ -132,7 +135,8 @@ def main() -> int:
     ap.add_argument("--prompts", type=int, default=8)
     ap.add_argument("--tokens", type=int, default=280, help="tokens a prompt (default: %(default)s)")
     ap.add_argument("--on-cpu", type=int, default=0, help="experts of each layer that stock keeps in host RAM")
-    ap.add_argument("--pins", type=Path, help="Triton picks to run stock with")
+    ap.add_argument("--pins", type=Path, help="Triton picks to run stock with (default: those shipped for this GPU)")
+    ap.add_argument("--write-pins", type=Path, help="write all Triton picks that stock used here")
     ap.add_argument("--recorded", type=Path, help="prompts with the logits that stock exllamav3 computed for them")
     ap.add_argument("--recorded-by", default="1.5.1", help="version of exllamav3 behind recorded logits (1.5.1)")
     ap.add_argument("--ids", help="documents that --logits belong to")
