@@ -30,7 +30,7 @@ from typing import Any
 
 import exact_bars
 from exact_process import peak_ram, plain_read, run_limited
-from exact_trace import Traced, fixed_misses, moe_trace
+from exact_trace import Traced, fixed_misses, layer_times, moe_trace
 
 GROUPS = {"speed": "read,ours,floor,stock-12,stock-14-brief,stock-8-brief", "tests": "equal,vram"}
 LIMITS = {"floor": 75.0, "ours": 150.0, "stock": 130.0, "equal": 400.0, "vram": 180.0}
@@ -223,6 +223,7 @@ def measure_ours(runner: Runner, loaded: Any, args: argparse.Namespace) -> dict[
         out[f"misses{n}"] = [traced_misses(runner, loaded, trace, (args.new, n, 50 + args.runs - 1))]
     out["prefill_8192_s"] = runner.prefill()
     out["prefill_rounds_s"] = [runner.steps(LONG, 95 + i) for i in range(2)]
+    out["prefill_layers"] = layer_times(lambda: runner.run(LONG, 1, 1, 98), loaded.patch, loaded.passes.route)
     out["prompts"] = prompt_times(runner, loaded)
     before = loaded.runtime.stats(0)
     seconds, _ = runner.run(SHORT, 2, 1, 77)
@@ -258,10 +259,10 @@ def prompt_times(runner: Runner, loaded: Any) -> dict[str, list[float]]:
     usual = loaded.passes.threshold
     out: dict[str, list[float]] = {}
     try:
-        for name, threshold in (("in_place", 10**9), ("staged", 9)):
+        for name, threshold, seed in (("in_place", 10**9, 10_000), ("staged", 9, 20_000)):  # no prompt is read twice
             loaded.passes.threshold = threshold
             for n in (513, 1025, 2049, LONG):
-                out[f"{name} {n - 1}"] = [runner.run(n, 2, 1, 300 + n + i)[0] for i in range(2)]
+                out[f"{name} {n - 1}"] = [runner.run(n, 2, 1, seed + n + i)[0] for i in range(2)]
     finally:
         loaded.passes.threshold = usual
     return out

@@ -141,3 +141,40 @@ def test_two_calls_into_one_folder_name_both_commands(
     read = json.loads((tmp_path / "out" / "read.json").read_text())
     assert read["bytes"] == 100_000
     assert len(read["cat_s"]) == len(read["readinto_s"]) == 2
+
+
+def test_the_layers_of_a_prompt_are_timed_and_the_route_is_put_back(bench: Any) -> None:
+    routes: list[Any] = []
+    patch, seen = argparse.Namespace(reroute=routes.append), []
+
+    def route(layer: int, rows: int, routed: Any, params: Any) -> None:
+        seen.append((layer, rows))
+        if layer == 1:
+            time.sleep(0.02)
+
+    def run() -> None:
+        for layer in range(3):
+            routes[-1](layer, 4096, None, {})
+
+    marks = bench.layer_times(run, patch, route)
+    assert [(rows, layer) for rows, layer, *_ in marks] == [(4096, 0), (4096, 1), (4096, 2)]
+    assert seen == [(0, 4096), (1, 4096), (2, 4096)]
+    assert marks[1][3] >= 0.02 > marks[0][3]
+    assert marks[2][2] >= marks[1][2] + marks[1][3]
+    assert routes[-1] is route
+
+
+def test_no_prompt_is_read_both_ways(bench: Any) -> None:
+    """The second reading would find the first one's pages in the cache."""
+    read = []
+
+    class Runner:
+        def run(self, prompt: int, new: int, streams: int, seed: int) -> tuple[float, float]:
+            read.append((prompt, seed))
+            return 0.5, 0.0
+
+    loaded = argparse.Namespace(passes=argparse.Namespace(threshold=1152))
+    times = bench.prompt_times(Runner(), loaded)
+    assert len(set(read)) == len(read) == 16
+    assert set(times) == {f"{way} {n}" for way in ("in_place", "staged") for n in (512, 1024, 2048, 4102)}
+    assert loaded.passes.threshold == 1152
