@@ -138,6 +138,8 @@ function showCounters(stats) {
   const cache = [["prompt tokens reused", percent(totals.cached_tokens, totals.prompt_tokens)]];
   const experts = engine.expert_cache;
   if (experts) cache.push(["experts found in VRAM", percent(experts.hits, experts.hits + experts.misses)]);
+  const lane = engine.split;
+  if (lane) cache.push(["CPU lane", lane.on ? `${count(lane.workers)} workers, ${lane.b_ms} ms an expert` : `off: ${lane.off_because}`]);
   $("cache-box").hidden = !totals.prompt_tokens && !experts;
   pairs("cache", cache);
   const expertBytes = engine.expert_bytes ? { experts: engine.expert_bytes } : {};

@@ -208,3 +208,26 @@ def test_a_phone_has_no_sideways_scrolling(start: Start, short_path: Path) -> No
         assert json.loads(box)["bottom"] <= 740
 
     visit(start(ANSWER), short_path, steps)
+
+
+def test_each_lane_has_its_share_and_its_colour(start: Start, short_path: Path) -> None:
+    live = start([ANSWER])
+    lanes = {"vram": 50, "pcie_admitted": 10, "pcie_in_place": 20, "pcie_prompts": 5, "cpu": 15}
+    split = {"on": True, "workers": 14, "b_ms": 0.104}
+
+    async def steps(page: Page) -> None:
+        read = "fetch('stats').then(r => r.json()).then(s => { window.read = s; })"
+        await page.evaluate(read)
+        await page.until("window.read !== undefined")
+        show = f"showCounters({{...window.read, engine: {{lanes: {json.dumps(lanes)}, split: {json.dumps(split)}}}}})"
+        key = await page.evaluate(f"{show}, document.querySelector('#lanes-key').textContent")
+        assert "cpu 15" in key.replace("\n", " ")
+        widths = "[...document.querySelectorAll('#lanes i')].map(i => i.style.width)"
+        assert await page.evaluate(widths) == ["50%", "10%", "20%", "5%", "15%"]
+        colours = (
+            "new Set([...document.querySelectorAll('#lanes i')].map(i => getComputedStyle(i).backgroundColor)).size"
+        )
+        assert await page.evaluate(colours) == 5
+        assert "14 workers, 0.104 ms an expert" in await page.text("#cache")
+
+    visit(live, short_path, steps)
