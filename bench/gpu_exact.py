@@ -11,8 +11,8 @@ of its own, all on one machine one after the other:
   floor   stock with every expert in VRAM: the time of a step without any transfer
   ours    glm53 with --slots cache slots: load, decode, misses, prefill, short prompts, host RAM, link rate
   stock-T stock with its own CPU expert split on T threads (stock-T-brief: decode only)
-  equal   pytest tests/gpu -m gpu but for vram: logits and tokens against stock, churn, waits
-  vram    its test on 24 GB of VRAM
+  equal   pytest tests/gpu/test_exact.py: logits and tokens against stock, churn, waits
+  http, mtp, vram  its test_http.py, test_mtp.py and, on 24 GB of VRAM, test_vram.py
 Protocol of every model: 300-token prompts, temperature 1 with fixed seeds, three runs to settle, two to count.
 A ratio is only made of figures from one call.
 """
@@ -32,8 +32,11 @@ import exact_bars
 from exact_process import peak_ram, plain_read, run_limited
 from exact_trace import Traced, fixed_misses, layer_times, moe_trace
 
-GROUPS = {"speed": "read,ours,floor,stock-12,stock-14-brief,stock-8-brief", "tests": "equal,vram"}
-LIMITS = {"floor": 75.0, "ours": 150.0, "stock": 130.0, "equal": 400.0, "vram": 180.0}
+TESTS = {"equal": "test_exact", "http": "test_http", "mtp": "test_mtp", "vram": "test_vram"}
+GROUPS = {"speed": "read,ours,floor,stock-12,stock-14-brief,stock-8-brief", "tests": "equal,http,vram"}
+LIMITS = {
+    "floor": 75.0, "ours": 150.0, "stock": 130.0, "equal": 300.0, "http": 120.0, "mtp": 200.0, "vram": 180.0,
+}  # fmt: skip
 """Seconds a stage may take: about twice what it took on the machine of the recorded results."""
 SHORTEST_S = 20.0
 PROMPT, LONG, SHORT = 300, 4103, 40
@@ -316,10 +319,8 @@ class Stages:
     def stage(self, name: str, kind: str, *details: str) -> None:
         if kind == "read":
             (self.folder / "read.json").write_text(json.dumps(plain_read(Path(self.args.checkpoint))))
-        elif kind == "equal":
-            self.tests(name, "--deselect", "tests/gpu/test_vram.py")
-        elif kind == "vram":
-            self.tests(name, "-k", "test_vram")
+        elif kind in TESTS:
+            self.tests(name, "-k", TESTS[kind])
         elif kind == "stock":
             self.worker(f"stock-{details[0]}", "--on-cpu", "257", "--threads", *details[:1],
                         *["--brief"] * (details[1:] == ("brief",)))  # fmt: skip
