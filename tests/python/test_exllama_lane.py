@@ -188,11 +188,19 @@ def test_tensors_that_native_code_cannot_read_are_refused(cuda: Any) -> None:
 
 
 def test_constants_are_a_line_through_the_jobs_times() -> None:
-    times = {(n, 1): 110_000 + 104_000.0 * n for n in (1, 2, 4, 8)} | {(8, 4): 110_000 + 104_000.0 * 8 + 24 * 26_000}
+    times = {(n, 1): 110_000 + 104_000.0 * n for n in (0, 1, 2, 4, 8)}
+    times[8, 4] = times[8, 1] + 24 * 26_000
     assert fit(times) == (110_000, 104_000, 26_000)
-    assert fit({(1, 1): 500.0, (1, 4): 400.0}) == (0, 500, 0)
-    noisy = {(1, 1): 900.0, (2, 1): 800.0, (4, 1): 700.0}
-    assert fit(noisy)[1] == 1  # never a negative cost
+    assert fit({**times, (8, 4): times[8, 1] / 2})[2] == 0
+    assert fit({**times, (8, 4): 1e9})[2] == 104_000  # a further row costs no more than the expert
+
+
+def test_disturbed_times_never_give_a_senseless_constant() -> None:
+    falling = {(0, 1): 900.0, (1, 1): 800.0, (2, 1): 850.0, (4, 1): 700.0, (4, 4): 9e12}
+    assert fit(falling) == (900, 175, 175)
+    huge = {(0, 1): 5e12, (4, 1): 9e12, (4, 4): 9e13}
+    assert fit(huge) == (lane_costs.MOST_NS,) * 3
+    assert lane_costs.lower_quartile([900, 10, 12, 11, 800, 700, 13, 14]) == 12
 
 
 def test_settings_replace_measured_constants(tmp_path: Path) -> None:
@@ -259,7 +267,7 @@ def test_a_lane_is_measured_with_jobs_of_every_size(memory: ExpertMemory) -> Non
     assert a >= 0
     assert b > 0
     assert b_row >= 0
-    shapes = [(1, 1), (2, 1), (4, 1), (4, lane_costs.ROWS)]
+    shapes = [(0, 1), (1, 1), (2, 1), (4, 1), (4, lane_costs.ROWS)]
     stats = timed.stats()
     rounds = stats["jobs"] // len(shapes)
     assert lane_costs.LEAST_ROUNDS < rounds <= lane_costs.ROUNDS + 1

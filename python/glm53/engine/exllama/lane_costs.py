@@ -1,8 +1,9 @@
 """The constants of the CPU/GPU split, measured on this host at start: A, B, B_row, T and g of `core/cache/split.h`.
 
-  A, B     the line through the times of jobs with 1, 2, 4 ... experts of one row, published from this host; a GPU adds
-           a few microseconds of PCIe latency to A
-  B_row    what each further row of an expert costs
+  A, B     the line through the times of jobs with 0, 1, 2, 4 ... experts of one row, published from this host; a GPU
+           adds a few microseconds of PCIe latency to A. Of each kind of job the lower quartile counts: what else runs
+           at start shall not
+  B_row    what each further row of an expert costs; no more than B
   T        one expert copied to the GPU from its place in host memory, many in a row
   g        what the experts in VRAM keep the GPU busy for: their launches (`LAUNCH_NS`) and a token's picks read at the
            speed of a copy within VRAM; an upper bound, since some picks miss
@@ -15,7 +16,7 @@ import ctypes
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from statistics import linear_regression, median
+from statistics import linear_regression
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ ROUNDS, LEAST_ROUNDS, BUDGET_S = 12, 3, 0.8
 ROWS = 4
 """Rows of the jobs that tell B_row: what decodes together by default."""
 COPIES = 16
+MOST_NS = 1_000_000_000
+"""The split's largest constant."""
 _NS_PER_MS = 1_000_000
 
 
@@ -88,7 +91,7 @@ class LaneTimer:
     def measure(self, budget_s: float = BUDGET_S) -> tuple[int, int, int]:
         """A, B and B_row."""
         most = min(self._top_k, self._experts)
-        shapes = [(n, 1) for n in (1, 2, 4, 8) if n < most] + [(most, 1), (most, ROWS)]
+        shapes = [(n, 1) for n in (0, 1, 2, 4, 8) if n < most] + [(most, 1), (most, ROWS)]
         self._lane.wake()
         for shape in shapes:
             self.job_ns(*shape)
@@ -99,20 +102,29 @@ class LaneTimer:
                 break
             for shape in shapes:
                 times[shape].append(self.job_ns(*shape))
-        return fit({shape: median(found) for shape, found in times.items()})
+        return fit({shape: lower_quartile(found) for shape, found in times.items()})
+
+
+def lower_quartile(times: list[int]) -> float:
+    """A quarter of the times are below it."""
+    return float(sorted(times)[len(times) // 4])
 
 
 def fit(times: dict[tuple[int, int], float]) -> tuple[int, int, int]:
-    """A, B, B_row from the median times of jobs by (experts, rows)."""
+    """A, B, B_row from the times of jobs by (experts, rows); jobs without experts are among them.
+
+    Times so disturbed that the line is flat or falls give B as the largest job's share, and A as the empty job's time.
+    """
     single = {experts: t for (experts, rows), t in times.items() if rows == 1}
     most = max(single)
-    if len(single) > 1:
-        line = linear_regression(list(single), list(single.values()))
-        each, handoff = max(line.slope, 1.0), max(line.intercept, 0.0)
-    else:
-        each, handoff = single[most] / most, 0.0
+    line = linear_regression(list(single), list(single.values()))
+    each, handoff = line.slope, max(line.intercept, 0.0)
+    share = single[most] / most
+    if each < share / 4:
+        each, handoff = share, single[0]
     more = [(t - single[most]) / (most * (rows - 1)) for (n, rows), t in times.items() if n == most and rows > 1]
-    return round(handoff), round(each), round(max(0.0, *more)) if more else 0
+    row = min(max(0.0, *more), each) if more else 0.0
+    return tuple(min(round(ns), MOST_NS) for ns in (handoff, max(each, 1.0), row))  # type: ignore[return-value]
 
 
 def _elapsed_ms(work: Any) -> float:
@@ -142,7 +154,8 @@ def gpu_costs(store: Any, top_k: int) -> tuple[int, int]:
             other.copy_(target, non_blocking=True)
 
     expert_ms, copy_ms = _elapsed_ms(read) / COPIES, _elapsed_ms(copy) / COPIES
-    return round(expert_ms * _NS_PER_MS), LAUNCH_NS + round(top_k * copy_ms / 2 * _NS_PER_MS)
+    times = expert_ms * _NS_PER_MS, LAUNCH_NS + top_k * copy_ms / 2 * _NS_PER_MS
+    return min(round(times[0]), MOST_NS), min(round(times[1]), MOST_NS)
 
 
 def overridden(costs: Costs, settings: Settings) -> tuple[Costs, list[str]]:
