@@ -12,7 +12,7 @@ of its own, all on one machine one after the other:
   ours    glm53 with --slots cache slots: load, decode, misses, prefill, short prompts, host RAM, link rate
   stock-T stock with its own CPU expert split on T threads (stock-T-brief: decode only)
   equal   pytest tests/gpu/test_exact.py: logits and tokens against stock, churn, waits
-  http, mtp, vram  its test_http.py, test_mtp.py and, on 24 GB of VRAM, test_vram.py
+  http, mtp, vram  its test_http.py, test_drafting.py and, on 24 GB of VRAM, test_vram.py
 Protocol of every model: 300-token prompts, temperature 1 with fixed seeds, three runs to settle, two to count.
 A ratio is only made of figures from one call.
 """
@@ -32,7 +32,7 @@ import exact_bars
 from exact_process import peak_ram, plain_read, run_limited
 from exact_trace import Traced, fixed_misses, layer_times, moe_trace
 
-TESTS = {"equal": "test_exact", "http": "test_http", "mtp": "test_mtp", "vram": "test_vram"}
+TESTS = {"equal": "test_exact", "http": "test_http", "mtp": "test_drafting", "vram": "test_vram"}
 GROUPS = {"speed": "read,ours,floor,stock-12,stock-14-brief,stock-8-brief", "tests": "equal,http,vram"}
 LIMITS = {
     "floor": 75.0, "ours": 150.0, "stock": 130.0, "equal": 300.0, "http": 120.0, "mtp": 200.0, "vram": 180.0,
