@@ -53,6 +53,7 @@ TEST_CASE("stage feeder: no more than three pieces wait in the device's queue") 
     Feed f;
     f.device->defer(true);
     f.feeder.queue(0, f.pieces(0, 12));
+    while (f.device->pending(&f.copy) < 4) std::this_thread::yield();  // until the feeder has done what it may
     std::atomic<bool> arrived = false;
     std::size_t most = 0;
     std::thread stepping([&] {
