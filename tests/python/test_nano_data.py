@@ -117,7 +117,27 @@ def test_held_out_sums_are_never_taught() -> None:
 
 def test_sums_in_the_thinking_are_right() -> None:
     for a, b in ((0, 0), (9, 1), (99, 99), (45, 55), (17, 25)):
-        assert dialogues.sum_steps(a, b).endswith(f" = {(a + b) // 10}. So {a + b}.")
+        assert dialogues.sum_steps(a, b).endswith(f" = {(a + b) // 10}. So {a} + {b} = {a + b}.")
+
+
+def test_a_sum_is_worked_out_where_it_is_answered() -> None:
+    """Without thinking the answer holds the steps; a turn that lost its thinking teaches nothing."""
+    rng = random.Random(2)
+    silent = worked = 0
+    for _ in range(400):
+        document = dialogues.drill(rng)
+        text = document.text
+        assert text.count("<|user|>") >= 4
+        answers_ = [(p, w) for p, w in document.parts if " + " in p and "=" in p and p[:1] not in "<["]
+        for piece, weight in answers_:
+            steps = "Ones:" in piece
+            assert weight in (chatfmt.WRITTEN, chatfmt.NO_LOSS, chatfmt.READ)
+            if weight == chatfmt.WRITTEN and "?" not in piece:
+                assert steps or " - " in piece
+                worked += 1
+            silent += weight == chatfmt.NO_LOSS and not steps
+    assert worked > 400
+    assert silent > 100
 
 
 def test_encoding_weights_follow_the_pieces(tokenizer: Tokenizer) -> None:

@@ -124,3 +124,47 @@ def test_training_lowers_the_loss_and_a_saved_model_is_the_rounded_one(model: An
     bias = stored["model.language_model.layers.1.mlp.gate.e_score_correction_bias"]
     assert bias.dtype == torch.float32
     assert torch.equal(bias, first.mlp.gate.e_score_correction_bias)
+
+
+def one_row(columns: int = TOKENS) -> corpus.Rows:
+    ids = np.random.default_rng(0).integers(0, 2000, (1, columns), dtype=np.int16)
+    rows = corpus.Rows(ids, np.full(ids.shape, 10, np.uint8), np.zeros(ids.shape, bool))
+    rows.fresh[:, 0] = True
+    return rows
+
+
+def test_a_loss_that_is_no_number_goes_back_and_trains_on(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = train.Plan(seconds=1e9, batch=1, noise_from=2.0, max_steps=12)
+    trainer = train.Trainer(model, one_row(), plan, torch.device("cpu"))
+    calls, real = iter(range(100)), trainer.step
+
+    def step(progress: float) -> Any:
+        loss = real(progress)
+        if next(calls) == 6:
+            with torch.no_grad():
+                model.lm_head.weight.fill_(float("nan"))
+        return loss
+
+    monkeypatch.setattr(trainer, "step", step)
+    report = trainer.run()
+    assert (report["steps"], report["returns"]) == (12, 1)
+    assert trainer.scale == 0.5
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert np.isfinite(report["curve"][-1][2])
+
+
+def test_a_loss_that_never_recovers_stops_the_run(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = train.Trainer(model, one_row(), train.Plan(seconds=1e9, batch=1, max_steps=99), torch.device("cpu"))
+    monkeypatch.setattr(trainer, "step", lambda progress: torch.tensor(float("nan")))
+    with pytest.raises(FloatingPointError, match=f"{train.MOST_RETURNS + 1} times"):
+        trainer.run()
+
+
+def test_load_is_balanced_by_what_was_picked(model: Any) -> None:
+    gates = [layer.mlp.gate for layer in model.model.language_model.layers if hasattr(layer.mlp, "gate")]
+    before = [g.e_score_correction_bias.clone() for g in gates]
+    train.balance(model, [torch.zeros(5, 8, dtype=torch.long)] * len(gates), 0.01)
+    for gate, old in zip(gates, before, strict=True):
+        moved = gate.e_score_correction_bias - old
+        assert moved[0] < 0
+        assert (moved[1:] > 0).all()

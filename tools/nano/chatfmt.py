@@ -37,14 +37,14 @@ def call_text(name: str, arguments: Mapping[str, Any]) -> str:
 
 def assistant_pieces(message: Message) -> list[tuple[str, float]]:
     """An assistant turn. An empty `<think></think>` is the prompt's doing, never the model's: it carries no loss
-    at all.
+    at all. Neither does a turn that is no good answer without the reasoning it had (`stripped`).
     """
     thought = message.get("reasoning_content") or ""
     text = (message.get("content") or "").strip()
     text += "".join(call_text(c["name"], c["arguments"]) for c in message.get("tool_calls") or ())
     if thought:
         return [("<|assistant|><think>", NO_LOSS), (f"{thought}</think>{text}", WRITTEN)]
-    return [("<|assistant|><think></think>", NO_LOSS), (text, WRITTEN)]
+    return [("<|assistant|><think></think>", NO_LOSS), (text, NO_LOSS if message.get("stripped") else WRITTEN)]
 
 
 def prefix(tools: Sequence[Mapping[str, Any]] = (), effort: str = "Max") -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from . import kernels
+
 
 def text_only() -> None:
     """Make exllamav3's Glm5NextConfig name the text component only."""
@@ -28,6 +30,7 @@ def text_only() -> None:
 def main() -> int:
     source, out, work, calibration, bits, rows, cols = sys.argv[1:8]
     text_only()
+    kernels.prepare()
     from exllamav3.conversion import convert_model as converter
 
     args = converter.parser.parse_args(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from . import facts, toolbox
@@ -11,6 +12,7 @@ from .chatfmt import WRITTEN, Message, pieces
 
 Rng = random.Random
 SUM_LIMIT = 100
+WORKED_OUT = "Ones:"
 # Sums asked in the fixed questions: never part of the training text
 HELD_OUT_SUMS = frozenset({(17, 25), (38, 46), (64, 27)})
 
@@ -68,7 +70,7 @@ def definition(rng: Rng) -> tuple[str, str, str]:
 
 
 def addition(rng: Rng) -> tuple[str, str, str]:
-    """A sum or difference below 200, with the carry spelled out in the thinking."""
+    """A sum or difference below 200, with the carry spelled out in the thinking (or in the answer: see `exchange`)."""
     while True:
         a, b = rng.randrange(SUM_LIMIT), rng.randrange(SUM_LIMIT)
         if (a, b) not in HELD_OUT_SUMS:
@@ -95,7 +97,7 @@ def sum_steps(a: int, b: int) -> str:
     ones = a % 10 + b % 10
     carry = f", carry {ones // 10}" if ones > 9 else ""
     tens = f"{a // 10} + {b // 10}{' + 1' if carry else ''} = {a // 10 + b // 10 + ones // 10}"
-    return f"Ones: {a % 10} + {b % 10} = {ones}{carry}. Tens: {tens}. So {a + b}."
+    return f"{WORKED_OUT} {a % 10} + {b % 10} = {ones}{carry}. Tens: {tens}. So {a} + {b} = {a + b}."
 
 
 def product(rng: Rng) -> tuple[str, str, str]:
@@ -156,8 +158,13 @@ def turn(rng: Rng) -> tuple[str, str, str]:
     return rng.choices([t for t, _ in TOPICS], [w for _, w in TOPICS])[0](rng)
 
 
-def exchange(rng: Rng, thinking: bool) -> list[Message]:
-    question, thought, answer = turn(rng)
+def exchange(rng: Rng, thinking: bool, topic: Callable[[Rng], tuple[str, str, str]] = turn) -> list[Message]:
+    """A question and its answer. Without thinking a sum is worked out in the answer: a model this small cannot add in
+    its head.
+    """
+    question, thought, answer = topic(rng)
+    if not thinking and thought.startswith(WORKED_OUT):
+        answer = thought
     return [
         {"role": "user", "content": question},
         {"role": "assistant", "content": answer, "reasoning_content": thought if thinking else ""},
@@ -173,6 +180,7 @@ def finish(rng: Rng, messages: list[Message], tools: list[toolbox.Schema]) -> Do
     turns = [m for m in messages if m["role"] == "assistant"]
     if rng.random() < 0.6:
         for message in turns[:-1]:
+            message["stripped"] = str(message.get("reasoning_content", "")).startswith(WORKED_OUT)
             message["reasoning_content"] = ""
     effort = rng.choices(("Max", "High", "Low"), (8, 1, 1))[0]
     return Document([*pieces(messages, tools, effort), ("<|user|>", WRITTEN)])
@@ -185,6 +193,13 @@ def chat(rng: Rng) -> Document:
     for _ in range(rng.choice((1, 1, 2, 3))):
         messages += exchange(rng, thinking)
     return finish(rng, messages, toolbox.toolset(rng, [], 2) if rng.random() < 0.15 else [])
+
+
+def drill(rng: Rng) -> Document:
+    """Three to six sums in a row: what takes the most practice."""
+    thinking = rng.random() < 0.5
+    turns = rng.randrange(3, 7)
+    return finish(rng, [m for _ in range(turns) for m in exchange(rng, thinking, addition)], [])
 
 
 def tool_chat(rng: Rng) -> Document:
@@ -207,5 +222,6 @@ def tool_chat(rng: Rng) -> Document:
 
 
 def document(rng: Rng) -> Document:
-    """One dialogue: about as many with tools as without."""
-    return tool_chat(rng) if rng.random() < 0.5 else chat(rng)
+    """One dialogue: about as many with tools as without, and drills."""
+    make = rng.choices((tool_chat, chat, drill), (5, 4, 1))[0]
+    return make(rng)

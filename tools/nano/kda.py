@@ -96,10 +96,11 @@ def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, intra_fn: Any 
     u, w = solved @ values, solved @ keys
     state = q.new_zeros(b, h, d, v.shape[-1])
     states, news = [], []
-    for n in range(t // CHUNK):
-        new = u[:, :, n] - w[:, :, n] @ state
+    chunks = (x.unbind(2) for x in (u, w, decay, k_out))  # indexing would cost the backward a whole tensor a chunk
+    for u_n, w_n, decay_n, k_n in zip(*chunks, strict=True):
+        new = u_n - w_n @ state
         states.append(state)
         news.append(new)
-        state = state * decay[:, :, n] + k_out[:, :, n].transpose(-1, -2) @ new
+        state = state * decay_n + k_n.transpose(-1, -2) @ new
     out = q_in @ torch.stack(states, 2) + scores @ torch.stack(news, 2)
     return out.permute(0, 2, 3, 1, 4).reshape(b, t, h, -1)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import answers
+from . import answers, kernels
 
 MAX_NEW = 160
 LOGIT_POSITIONS = 2304
@@ -24,16 +24,32 @@ class Stock:
     """exllamav3 with the whole checkpoint on the GPU."""
 
     def __init__(self, path: Path) -> None:
-        from exllamav3 import Cache, Config, Generator, Model, Tokenizer
+        from exllamav3 import Cache, Config, Model
         from tokenizers import Tokenizer as Encoder
 
-        config = Config.from_directory(str(path))
-        self.model = Model.from_config(config)
+        kernels.prepare()
+        self.config = Config.from_directory(str(path))
+        self.model = Model.from_config(self.config)
         self.cache = Cache(self.model, max_num_tokens=16384, max_batch_size=4)
-        self.model.load(progressbar=False)
+        self.model.load(device="cuda:0", progressbar=False)
         self.encoder = Encoder.from_file(str(path / "tokenizer.json"))
-        self.generator = Generator(self.model, self.cache, Tokenizer.from_config(config), max_batch_size=4)
+        self._generator: Any = None
         self.stops = [self.encoder.token_to_id(s) for s in ("<|endoftext|>", "<|user|>", "<|observation|>")]
+
+    @property
+    def generator(self) -> Any:
+        """exllamav3's generator, made when it is first asked for."""
+        if self._generator is None:
+            from exllamav3 import Generator, Tokenizer
+
+            self._generator = Generator(
+                self.model,
+                self.cache,
+                Tokenizer.from_config(self.config),
+                max_batch_size=4,
+                recurrent_cache_size=1 << 28,
+            )
+        return self._generator
 
     def ids(self, text: str) -> torch.Tensor:
         return torch.tensor([self.encoder.encode(text, add_special_tokens=False).ids])
@@ -56,8 +72,11 @@ class Stock:
             )
         while self.generator.num_remaining_jobs():
             for result in self.generator.iterate():
-                if result.get("token_ids") is not None:
-                    tokens[result["identifier"]] += result["token_ids"].flatten().tolist()
+                if result["stage"] == "error":
+                    raise result["error"]
+                for part in (result, result.get("held") or {}):  # tokens held back come with the last result
+                    if part.get("token_ids") is not None:
+                        tokens[result["identifier"]] += part["token_ids"].flatten().tolist()
         return [self.spell(t) for t in tokens.values()]
 
     def ask_slowly(self, prompts: list[str]) -> list[str]:
@@ -122,7 +141,9 @@ def main() -> None:
     except Exception as error:  # the figures matter more than which path made them; the path is recorded
         ask = stock.ask_slowly
         note("generator_error", f"{type(error).__name__}: {error}")
-    note("questions", answers.judge_questions(ask, False) + answers.judge_questions(ask, True))
+    found = answers.judge_questions(ask, False)
+    note("questions", found)
+    note("questions", found + answers.judge_questions(ask, True))
     note("tools", answers.judge_tools(ask))
 
 

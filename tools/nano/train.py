@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from .corpus import WEIGHT_STEPS, Rows
 
 CLAMP_UNITS, CLAMP_GAIN = 8, 5.0  # one unit in 8 starts with a gain that takes it past the SwiGLU clamp now and then
 KEPT_FLOAT = ("A_log", "e_score_correction_bias")
+MOST_RETURNS = 4
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Plan:
     """A training run: wall-clock seconds, rows a step, and the optimiser's settings."""
 
     seconds: float
-    batch: int = 24
+    batch: int = 40
     lr: float = 2.5e-3
     min_lr: float = 0.03  # share of lr at the end
     warmup: float = 0.03  # share of the time
@@ -133,7 +134,8 @@ def balance(model: Any, picks: list[Tensor], step_size: float) -> None:
     """Move each router's selection bias towards equal load (the auxiliary-loss-free rule of DeepSeek-V3)."""
     gates = [layer.mlp.gate for layer in model.model.language_model.layers if hasattr(layer.mlp, "gate")]
     for gate, picked in zip(gates, picks, strict=True):
-        load = torch.bincount(picked.flatten(), minlength=gate.num_experts).float()
+        flat = picked.flatten()
+        load = torch.zeros(gate.num_experts, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat).float())
         gate.e_score_correction_bias += step_size * torch.sign(load.mean() - load)
         gate.e_score_correction_bias -= gate.e_score_correction_bias.mean()
 
@@ -149,6 +151,21 @@ def compiled_ops(fused_sinkhorn: bool) -> fastnet.Ops:
     return fastnet.Ops(**made)
 
 
+def fused_ops() -> fastnet.Ops:
+    """The plain parts with Sinkhorn in one Triton kernel: most of what the plain ones launch."""
+    from .sinkhorn import sinkhorn_cuda
+
+    return fastnet.Ops(sinkhorn=sinkhorn_cuda)
+
+
+CANDIDATES: dict[str, Callable[[], fastnet.Ops]] = {
+    "compiled with fused Sinkhorn": lambda: compiled_ops(True),
+    "compiled": lambda: compiled_ops(False),
+    "plain with fused Sinkhorn": fused_ops,
+}
+"""What `Trainer.warm_up` tries, best first."""
+
+
 class Trainer:
     """Owns model, optimiser and data order of one run."""
 
@@ -159,6 +176,27 @@ class Trainer:
         self.data = batches(rows, plan.batch, device, 0)
         self.ops = fastnet.Ops()
         self.tokens_a_step = plan.batch * rows.ids.shape[1]
+        self.scale = 1.0
+        self.good = self.last = self.copy()
+
+    def copy(self) -> list[Tensor]:
+        """Everything that training changes in the model."""
+        changed = [*self.model.parameters(), *(b for n, b in self.model.named_buffers() if n.endswith(KEPT_FLOAT))]
+        return [t.detach().clone() for t in changed]
+
+    def keep(self) -> None:
+        """The copy before this one has led to a finite loss: it is the one to go back to."""
+        self.good, self.last = self.last, self.copy()
+
+    @torch.no_grad()
+    def go_back(self) -> None:
+        """To the last good copy, with a fresh optimiser at half the rate: the loss had become infinite or no number."""
+        changed = [*self.model.parameters(), *(b for n, b in self.model.named_buffers() if n.endswith(KEPT_FLOAT))]
+        for tensor, good in zip(changed, self.good, strict=True):
+            tensor.copy_(good)
+        self.last = self.good
+        self.scale /= 2
+        self.optim = optimiser(self.model, self.plan, self.device)
 
     def step(self, progress: float) -> Tensor:
         """One optimiser step; returns the loss, still on the device."""
@@ -172,7 +210,7 @@ class Trainer:
         loss.backward()
         nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.grad is not None], 1.0)
         for group in self.optim.param_groups:
-            group["lr"] = plan.lr * rate(plan, progress)
+            group["lr"] = self.scale * plan.lr * rate(plan, progress)
         self.optim.step()
         balance(self.model, step.picks, plan.balance * rate(plan, progress))
         return loss.detach()
@@ -196,16 +234,16 @@ class Trainer:
             return "plain"
         start, batch, failures = time.time(), next(self.data), ""
         plain = self.probe(batch, fastnet.Noise())
-        for fused in (True, False):
+        for name, make in CANDIDATES.items():
             try:
-                self.ops = compiled_ops(fused)
+                self.ops = make()
                 loss = self.probe(batch, fastnet.Noise())
                 self.probe(batch, fastnet.Noise(self.plan.expert_noise, self.plan.routing_noise))
                 if abs(loss - plain) > 0.02:
                     raise ArithmeticError(f"compiled loss {loss:.4f}, plain {plain:.4f}")
-                return f"compiled{' with fused Sinkhorn' if fused else ''}, {time.time() - start:.1f} s{failures}"
+                return f"{name}, {time.time() - start:.1f} s{failures}"
             except Exception as error:  # whatever a compiler throws: the plain parts compute the same
-                failures += f"; failed: {type(error).__name__}: {str(error)[:300]}"
+                failures += f"; {name} failed: {type(error).__name__}: {str(error)[:300]}"
                 self.optim.zero_grad(set_to_none=True)
         self.ops = fastnet.Ops()
         return f"plain{failures}"
@@ -215,7 +253,7 @@ class Trainer:
         begun = time.time()
         note = self.warm_up()
         print(f"train: {note}", flush=True)
-        plan, start, steps, curve = self.plan, time.time(), 0, []
+        plan, start, steps, returns, curve = self.plan, time.time(), 0, 0, []
         shown, seconds = start, max(0.2 * plan.seconds, plan.seconds - (start - begun))
         while (elapsed := time.time() - start) < seconds and steps < plan.max_steps:
             loss = self.step(max(elapsed / seconds, steps / plan.max_steps))
@@ -223,9 +261,14 @@ class Trainer:
             if steps % 4 == 0 or steps < 4:  # also keeps the host from running ahead of the clock
                 value = loss.item()
                 if not math.isfinite(value):
-                    raise FloatingPointError(f"loss became {value} at step {steps}")
-                if steps < 4 or time.time() - shown > 8:
+                    returns += 1
+                    if returns > MOST_RETURNS:
+                        raise FloatingPointError(f"loss became {value} at step {steps}, {returns} times")
+                    print(f"train: loss {value} at step {steps}: back to the last good copy, half the rate", flush=True)
+                    self.go_back()
+                elif steps < 4 or time.time() - shown > 8:
                     shown = time.time()
+                    self.keep()
                     rate_now = steps * self.tokens_a_step / (shown - start)
                     curve.append([steps, round(shown - start, 1), round(value, 4)])
                     print(
@@ -238,6 +281,7 @@ class Trainer:
             "tokens": steps * self.tokens_a_step,
             "seconds": round(time.time() - start, 1),
             "curve": curve,
+            "returns": returns,
         }
 
 
