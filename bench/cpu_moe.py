@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Speed of routed experts on the CPU: real shapes that do not fit in the caches, in their on-disk order.
 
-    python3 bench/cpu_moe.py                               # prints the table; exit code 1 if a bar is missed
+    python3 bench/cpu_moe.py                               # a table, then one JSON line; exit code 1 if a bar is missed
     python3 bench/cpu_moe.py --out bench/results/cpu_moe.json
 
 Runs the native benchmark (built with `cmake --preset bench` when it is not there): whole experts, that is gate, up,
 SwiGLU, down and all rotations, so that "GB/s" is trellis bytes over the time of the whole expert. The clock is measured
-with a chain of additions beside each run, the memory's read bandwidth in between. Standard library only.
+with a chain of additions beside each run, the memory's read bandwidth in between. The table goes to standard error.
+Standard library only.
 Exit code 0: every bar held; 1: one was missed; 2: the measurement failed.
 """
 
@@ -122,24 +123,28 @@ def judge(raw: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return bars
 
 
+def say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
 def report(raw: dict[str, Any], bars: dict[str, dict[str, Any]]) -> None:
-    """Prints the table."""
+    """Prints the table, for people."""
     reads = {1: median(raw["read_bytes_per_second_1"]), 2: median(raw["read_bytes_per_second_2"])}
-    print(
+    say(
         f"clock {median(raw['clock_hz']) / 1e9:.2f} GHz; plain read {reads[1] / 1e9:.1f} GB/s on 1 thread, "
         f"{reads[2] / 1e9:.1f} GB/s on 2"
     )
-    print(f"{'':8}rows threads  GB/s (best)    ms/expert  bytes/cycle  of read")
+    say(f"{'':8}rows threads  GB/s (best)    ms/expert  bytes/cycle  of read")
     for variant in raw["variants"]:
         rate = median(variant["bytes_per_second"])
-        print(
+        say(
             f"{variant['isa']:8}{variant['rows']:4}{variant['threads']:8}"
             f"{rate / 1e9:7.2f} ({max(variant['bytes_per_second']) / 1e9:5.2f})"
             f"{median(variant['seconds_per_expert']) * 1e3:12.3f}{median(variant['bytes_per_cycle']):13.2f}"
             f"{rate / reads[variant['threads']]:9.0%}"
         )
     for name, bar in bars.items():
-        print(f"{'ok  ' if bar['ok'] else 'MISS'} {name}: {bar['value']} (want {bar['want']})")
+        say(f"{'ok  ' if bar['ok'] else 'MISS'} {name}: {bar['value']} (want {bar['want']})")
 
 
 def main() -> int:
@@ -157,16 +162,17 @@ def main() -> int:
         print(f"cpu_moe: {error}", file=sys.stderr)
         return 2
     report(raw, bars)
+    result = {
+        "what": "routed experts on the CPU, whole expert, not in cache, on-disk order",
+        "machine": machine(),
+        "versions": {"glm53": commit(), "python": platform.python_version()},
+        "command": " ".join(["python3", "bench/cpu_moe.py", *sys.argv[1:]]),
+        "settings": raw.pop("settings"),
+        "raw": raw,
+        "bars": bars,
+    }
+    print(json.dumps(result))
     if options.out:
-        result = {
-            "what": "routed experts on the CPU, whole expert, not in cache, on-disk order",
-            "machine": machine(),
-            "versions": {"glm53": commit(), "python": platform.python_version()},
-            "command": " ".join(["python3", "bench/cpu_moe.py", *sys.argv[1:]]),
-            "settings": raw.pop("settings"),
-            "raw": raw,
-            "bars": bars,
-        }
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if all(bar["ok"] for bar in bars.values()) else 1

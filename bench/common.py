@@ -1,0 +1,52 @@
+"""What the tools that print one JSON line share: the machine, the versions, the line."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+def machine(gpu: str | None = None) -> dict[str, Any]:
+    """This host; `gpu` is its name where the tool used one."""
+    cpu = platform.processor() or platform.machine()
+    try:
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), cpu)
+    except OSError:
+        pass
+    load = [round(x, 2) for x in os.getloadavg()]
+    return {"gpu": gpu, "cpu": cpu, "cpus": os.cpu_count(), "load_average": load}
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Python's and those of the packages that are here."""
+    out = {"python": platform.python_version()}
+    for name in names:
+        try:
+            out[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return out
+
+
+def command(script: str, argv: list[str]) -> str:
+    """As a person would type it."""
+    return shlex.join(["python", f"bench/{script}", *argv])
+
+
+def emit(result: dict[str, Any], out: Path | None) -> None:
+    """One JSON line on standard output, and the same, indented, in a file."""
+    print(json.dumps(result), flush=True)
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def say(text: str) -> None:
+    """A line for people, beside the JSON."""
+    print(text, file=sys.stderr, flush=True)
