@@ -13,6 +13,7 @@ limit leaves a record of that and lets the next run. Stages, each in a process o
   kernel       our expert kernels and stock's `exl3_moe_cpu` on one core in one process
   kl, kl2      bench/decode_kl.py on CHECKPOINT and on --also: fast against exact beside stock's two decode paths
   equal        pytest tests/gpu/test_fast.py: prompts bit for bit stock's, a stalled lane, four streams
+  soak-N       --soak seconds of mixed load with cancelled streams, paired with exact steps; N tells the calls apart
 Protocol of every model: 300-token prompts, temperature 1 with fixed seeds, three runs to settle, two to count.
 A ratio of speeds is only made of figures from one call.
 """
@@ -39,7 +40,8 @@ LIMITS = {
     "kernel": 60.0,
     "kl": 200.0,
     "kl2": 200.0,
-    "equal": 200.0,
+    "equal": 300.0,
+    "soak": 520.0,
 }
 """Seconds a stage may take: about twice what stages of this kind took in bench/gpu_exact.py."""
 ROOT = Path(__file__).resolve().parent
@@ -56,6 +58,8 @@ class Stages(gpu_exact.Stages):
             self.worker(name)
         elif kind == "stock":
             self.worker(name, "--on-cpu", "257", "--threads", details[0])
+        elif kind == "soak":
+            self.worker(name, "--soak", str(args.soak))
         elif kind in {"kl", "kl2"}:
             self.distances(name, args.checkpoint if kind == "kl" else args.also)
         elif kind == "equal":
@@ -112,6 +116,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--limit", type=float, help="seconds a stage may take, instead of its own limit")
+    parser.add_argument("--soak", type=float, default=400, help="seconds of a soak stage")
     parser.add_argument("--report")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--on-cpu", type=int, default=0, help=argparse.SUPPRESS)
@@ -134,6 +139,10 @@ def main(argv: list[str]) -> None:
         result = fast_work.work_kernel(args)
     elif args.worker in {"fast", "exact"}:
         result = fast_work.work_glm(args, args.worker)
+    elif args.worker.startswith("soak"):
+        import fast_soak
+
+        result = fast_soak.work_soak(args)
     else:
         result = gpu_exact.work_stock(args)
     Path(args.out, f"{args.worker}.json").write_text(json.dumps(result))
