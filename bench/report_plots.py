@@ -243,12 +243,17 @@ def prompt_plots(raw: dict[str, Any]) -> Iterator[Plot]:
 
 
 def layer_plot(raw: dict[str, Any]) -> Iterator[Plot]:
-    """Time of a decode step per MoE layer by cause: as recorded, or as the floor's parts beside what was measured."""
-    given = raw.get("layer_us")
-    if isinstance(given, dict) and given:
-        causes = list(dict.fromkeys(c for row in given.values() for c in row))
-        series = {c: [row.get(c) for row in given.values()] for c in causes}
-        yield Plot("stack", "Time per MoE layer of a decode step, by cause", "us", list(given), series)
+    """Time of a decode step per MoE layer by cause: as `gpu_fast.py` timed it on the device, layer by layer, or as the
+    floor's parts beside what was measured."""
+    timed = {f"{mode}, {n} stream{'s'[: n - 1]}": raw[mode][f"layers{n}"]["layers"]
+             for mode in ("exact", "fast") for n in (1, 4) if f"layers{n}" in (raw.get(mode) or {})}  # fmt: skip
+    if timed:
+        parts = list(next(iter(timed.values()))[0])
+        means = {p: [statistics.fmean(layer[p] for layer in layers) for layers in timed.values()] for p in parts}
+        yield Plot("stack", "Time per MoE layer of a decode step, by cause (mean)", "ms", list(timed), means)
+        for name, layers in timed.items():
+            series = {p: [layer[p] for layer in layers] for p in parts}
+            yield Plot("stack", f"The same, layer by layer: {name}", "ms", list(range(len(layers))), series)
         return
     ours, floor = raw.get("ours"), raw.get("floor")
     if not (isinstance(ours, dict) and isinstance(floor, dict) and "link_gb_s" in ours and "decode1_tok_s" in floor):

@@ -19,6 +19,7 @@ SCRIPT = Path(__file__).parents[2] / "bench" / "decode_kl.py"
 
 @pytest.fixture(scope="module")
 def tool() -> Any:
+    sys.path.insert(0, str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("decode_kl", SCRIPT)
     assert spec
     assert spec.loader
@@ -48,11 +49,20 @@ def test_distances_are_kl_and_agreement(tool: Any) -> None:
     expected = (0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75)) / 2
     assert found["exact | fast"]["kl_mean"] == pytest.approx(expected)
     assert found["exact | fast"]["top1"] == 0.5
-    assert tool.bars(found)["decode.fast_within_floor"] is False
-    assert tool.bars(tool.compare({"exact": p, "fast": p})) == {
-        "decode.fast_kl": pytest.approx(0),
-        "decode.fast_top1": 1.0,
-    }
+    bars = tool.bars(found)
+    assert (bars["decode.fast_kl"]["ok"], bars["decode.fast_top1"]["ok"]) == (False, False)
+    alone = tool.bars(tool.compare({"exact": p, "fast": p}))
+    assert alone == {"decode.fast_kl": {"value": pytest.approx(0)}, "decode.fast_top1": {"value": 1.0}}
+
+
+def test_fast_is_held_to_the_distance_between_stocks_own_paths(tool: Any) -> None:
+    rows = np.log(np.array([[0.6, 0.4], [0.9, 0.1]]))
+    near, far = np.log(np.array([[0.61, 0.39], [0.9, 0.1]])), np.log(np.array([[0.45, 0.55], [0.9, 0.1]]))
+    bars = tool.bars(tool.compare({"stock": rows, "stock-fp16": far, "exact": rows, "fast": near}))
+    assert (bars["decode.fast_kl"]["ok"], bars["decode.fast_top1"]["ok"]) == (True, True)
+    assert bars["decode.fast_kl"]["want"] == f"<= {bars['decode.noise_floor_kl']['value']}"
+    swapped = tool.bars(tool.compare({"stock": rows, "stock-fp16": near, "exact": rows, "fast": far}))
+    assert (swapped["decode.fast_kl"]["ok"], swapped["decode.fast_top1"]["ok"]) == (False, False)
 
 
 def test_a_path_that_fails_is_recorded_and_the_exit_code_says_so(tmp_path: Path) -> None:

@@ -127,8 +127,17 @@ def test_time_per_layer_is_piled_up_by_cause() -> None:
     assert compute[0] == pytest.approx(1e6 / 200 / 4)
     assert moved[0] == pytest.approx(5 * 10e6 / 50e9 * 1e6)
     assert whole == [None, pytest.approx(1e6 / 100 / 4), None, pytest.approx(4e6 / 160 / 4)]
-    given = plots({"layer_us": {"fast": {"PCIe": 30.0, "CPU": 20.0}, "exact": {"PCIe": 50.0, "other": 1.0}}})
-    assert next(iter(given.values())).series == {"PCIe": [30.0, 50.0], "CPU": [20.0, None], "other": [None, 1.0]}
+
+
+def test_times_that_the_device_gave_are_piled_up_layer_by_layer() -> None:
+    layers = [{"before": 0.3, "experts": 0.2, "cpu": 0.1}, {"before": 0.1, "experts": 0.4, "cpu": 0.3}]
+    found = plots({"fast": {"layers1": {"layers": layers}}, "exact": {"layers1": {"layers": layers[:1]}}})
+    mean = found["Time per MoE layer of a decode step, by cause (mean)"]
+    assert mean.x == ["exact, 1 stream", "fast, 1 stream"]
+    assert mean.series["experts"] == [0.2, pytest.approx(0.3)]
+    each = found["The same, layer by layer: fast, 1 stream"]
+    assert (each.kind, each.x) == ("stack", [0, 1])
+    assert each.series == {"before": [0.3, 0.1], "experts": [0.2, 0.4], "cpu": [0.1, 0.3]}
 
 
 def test_hit_rate_and_delivery_are_curves() -> None:
