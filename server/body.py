@@ -8,6 +8,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_exceptions import HTTPRequestEntityTooLarge
 
+from .cors import is_foreign
 from .errors import HttpError
 from .options import MIB
 
@@ -16,12 +17,16 @@ FORM = "application/x-www-form-urlencoded"  # what `curl -d` sends unless it is 
 
 
 def _check_content_type(request: web.Request) -> None:
-    """JSON, nothing or curl's default. text/plain is refused: a web page may send it anywhere without a pre-flight."""
+    """JSON, or nothing or curl's default, which a web page may send anywhere without a pre-flight: not from strangers'
+    pages. text/plain, which it may send too, has no other use."""
     raw = request.headers.get("Content-Type")
-    if not raw:
-        return
     kind = request.content_type.lower()
-    if kind == FORM or kind.endswith(("/json", "+json")):
+    if raw and kind.endswith(("/json", "+json")):
+        return
+    if not raw or kind == FORM:
+        if is_foreign(request):
+            message = "a web page of another origin must send Content-Type: application/json (see --cors-origins)"
+            raise HttpError(403, message, code="foreign_origin")
         return
     raise HttpError(
         415,

@@ -17,6 +17,7 @@ MAX_MESSAGE = 600  # characters of an error text; a client's own text may be quo
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

@@ -25,6 +25,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from glm53.engine.protocol import Engine, Progress
 from glm53.errors import ConfigError, EngineError, ResourceError
 
+from .connection import Connection
 from .notify import Notifier
 from .options import ServerOptions
 from .state import STATE, STOPPING, ServerState
@@ -63,9 +64,8 @@ class Server:
         self.url = ""
         self._load_engine = load_engine
         self._notifier = notifier or Notifier()
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, logger=http_log, shutdown_timeout=1.0
-        )
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+        self._listener: asyncio.Server | None = None
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._logged = ("", 0.0)
@@ -86,8 +86,14 @@ class Server:
         """Listen. Raises ResourceError for a port in use, ConfigError for an address this host does not have."""
         host, port = self.options.host, self.options.port
         await self._runner.setup()
+        loop, handlers = asyncio.get_running_loop(), self._runner.server
+        assert handlers is not None
+
+        def connection() -> Connection:
+            return Connection(handlers, head_s=self.options.head_timeout_s, loop=loop, access_log=None, logger=http_log)
+
         try:
-            await web.TCPSite(self._runner, host, port, backlog=1024).start()
+            self._listener = await loop.create_server(connection, host, port, backlog=1024)
         except (OSError, OverflowError) as e:
             await self._runner.cleanup()
             if getattr(e, "errno", None) == errno.EADDRINUSE:
@@ -95,7 +101,7 @@ class Server:
                     f"port {port} on {host} is in use: stop the other server or choose another with --port"
                 ) from None
             raise ConfigError(f"cannot listen on {host} port {port}: {e}") from None
-        bound = self._runner.addresses[0]
+        bound = self._listener.sockets[0].getsockname()
         shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
         self.url = f"http://{shown}:{bound[1]}"
         log.info("listening on %s, loading the model", self.url)
@@ -209,6 +215,8 @@ class Server:
         self._stop.set()
         if self._watchdog is not None:
             self._watchdog.cancel()
+        if self._listener is not None:
+            self._listener.close()
         await self._runner.cleanup()
         engine, self.state.engine = self.state.engine, None
         if engine is not None:

@@ -16,6 +16,8 @@ from aiohttp.typedefs import Handler
 
 from glm53 import __version__
 
+from .connection import Connection
+from .cors import allowed_origin, note_refused
 from .errors import ErrorReply, HttpError, reply_for, unforeseen
 from .state import NOTE, REQUEST_ID, STATE, ServerState
 
@@ -44,11 +46,16 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     state = request.app[STATE]
     request[REQUEST_ID] = f"req-{uuid.uuid4().hex[:16]}"
     started, status = time.monotonic(), CLIENT_GONE
+    connection = request.protocol
+    if isinstance(connection, Connection):
+        connection.begun()
     try:
         response = await handler(request)
         status = response.status
         return response
     finally:
+        if isinstance(connection, Connection):
+            connection.ended()
         route = _route_name(request)
         state.metrics.request_ended(route, status, time.monotonic() - started)
         if state.options.log_requests and request.method == "POST":
@@ -86,18 +93,9 @@ async def preflight(request: web.Request, handler: Handler) -> web.StreamRespons
         response.headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS"
         response.headers["Access-Control-Allow-Headers"] = asked or "authorization, content-type, x-api-key"
         response.headers["Access-Control-Max-Age"] = "86400"
+    else:
+        note_refused(request)
     return response
-
-
-def allowed_origin(request: web.Request) -> str | None:
-    """The Access-Control-Allow-Origin value for this request, or None."""
-    origin = request.headers.get("Origin")
-    allowed = request.app[STATE].options.cors_origins
-    if origin is None or not allowed:
-        return None
-    if "*" in allowed:
-        return "*"
-    return origin if origin in allowed else None
 
 
 async def decorate(request: web.Request, response: web.StreamResponse) -> None:

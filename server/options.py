@@ -12,8 +12,9 @@ class ServerOptions:
     """Settings of one server. Seconds are wall clock; 0 turns a time limit off where noted.
 
     `api_keys` empty = no authentication. `max_queue` = requests that may wait beyond those the engine runs at once.
+    `head_timeout_s` and `body_timeout_s` = how long a client may take to send a request's head and its body.
     `request_timeout_s` (0 = none) counts from arrival to the last byte. `write_timeout_s` = how long a client may take
-    nothing before it is dropped. `ping_s` = longest silence in a stream. `cors_origins` ("*",) = any, () = none.
+    nothing before it is dropped. `ping_s` = longest silence in a stream. `cors_origins`: see `cors`; () = none.
     `chat_template` = "builtin", "checkpoint" or the path of a Jinja file.
     """
 
@@ -22,12 +23,13 @@ class ServerOptions:
     served_name: str = "glm-5.3-flash"
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 32 * MIB
+    head_timeout_s: float = 60.0
     body_timeout_s: float = 60.0
     max_queue: int = 64
     max_n: int = 8
     request_timeout_s: float = 3600.0
     drain_s: float = 30.0
-    cors_origins: tuple[str, ...] = ("*",)
+    cors_origins: tuple[str, ...] = ("auto",)
     ping_s: float = 10.0
     write_timeout_s: float = 60.0
     chat_template: str = "builtin"

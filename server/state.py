@@ -55,6 +55,7 @@ class ServerState:
         self.admission = Admission(options.max_queue)
         self.metrics = Metrics(self)
         self.live: dict[str, Job] = {}
+        self.refused_origins: set[str] = set()
         self.idle = asyncio.Event()  # set while `live` is empty
         self.idle.set()
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="prepare")

@@ -160,7 +160,12 @@ class Settings:
         32.0, values.number(0, above=True), "server", "largest request body", unit="MiB", flags=("--max-body-mib",)
     )
     body_timeout_s: float = setting(
-        60.0, values.number(0), "server", "time a client has to send its request", unit="s", flags=("--body-timeout",)
+        60.0,
+        values.number(0),
+        "server",
+        "time a client has to send its request",
+        unit="s",
+        flags=("--body-timeout",),
     )
     request_timeout_s: float = setting(
         3600.0,
@@ -182,7 +187,11 @@ class Settings:
         10.0, values.number(0, above=True), "server", "longest silence in a stream", unit="s", flags=("--ping",)
     )
     cors_origins: tuple[str, ...] = setting(
-        ("*",), values.words, "server", "web origins that may call the API; * = any", flags=("--cors-origins",)
+        ("auto",),
+        values.words,
+        "server",
+        "web origins that may call the API; * = any, auto = any with an API key, else pages of this machine",
+        flags=("--cors-origins",),
     )
     log_requests: bool = setting(
         True, values.truth, "server", "one log line a request", flags=("--log-requests",), switch=True

@@ -115,7 +115,7 @@ class TestB77Cors:
         assert "POST" in reply.headers["access-control-allow-methods"]
 
     def test_errors_and_streams_carry_the_header(self, start: Start) -> None:
-        live = start()
+        live = start(cors_origins=("*",))
         origin = {"Origin": "https://ui.example", "Content-Type": "application/json"}
         assert live.post(CHAT, {}, origin).headers["access-control-allow-origin"] == "*"
         assert live.request("GET", "/nope", None, origin).headers["access-control-allow-origin"] == "*"
@@ -131,6 +131,56 @@ class TestB77Cors:
         assert "access-control-allow-origin" not in other.headers
         none = start(cors_origins=()).request("OPTIONS", CHAT, None, self.PREFLIGHT)
         assert "access-control-allow-origin" not in none.headers
+
+    @pytest.mark.parametrize(
+        ("origin", "allowed"),
+        [
+            ("http://localhost:3000", True),
+            ("http://127.0.0.1:8080", True),
+            ("https://[::1]", True),
+            ("http://ui.localhost", True),
+            ("vscode-webview://1a2b", True),
+            ("https://ui.example", False),
+            ("http://localhost.example", False),
+            ("http://127.0.0.1.example", False),
+            ("http://192.168.1.5:3000", False),
+            ("null", False),
+            ("http://[broken", False),
+            ("", False),
+        ],
+    )
+    def test_without_keys_only_pages_of_this_machine_may_call(self, start: Start, origin: str, allowed: bool) -> None:
+        live = start()
+        preflight = live.request("OPTIONS", CHAT, None, {**self.PREFLIGHT, "Origin": origin})
+        assert preflight.status == 204
+        got = live.post(CHAT, {"messages": user("x")}, {"Origin": origin, "Content-Type": "application/json"})
+        assert got.status == 200  # a browser would not have sent it
+        for reply in (preflight, got):
+            assert reply.headers.get("access-control-allow-origin") == (origin if allowed else None)
+
+    @pytest.mark.parametrize("kind", [{"Content-Type": "application/x-www-form-urlencoded"}, {}])
+    def test_a_strangers_page_cannot_post_without_a_preflight(self, start: Start, kind: dict[str, str]) -> None:
+        """These content types need none; curl sends them too, without an Origin."""
+        live = start()
+        body = json.dumps({"messages": user("x")}).encode()
+        assert live.request("POST", CHAT, body, kind).status == 200
+        own = {"Origin": live.url, "Host": live.url.removeprefix("http://")}
+        assert live.request("POST", CHAT, body, {**kind, **own}).status == 200
+        for origin in ("https://evil.example", "null"):
+            refused = live.request("POST", CHAT, body, {**kind, "Origin": origin})
+            assert (refused.status, refused.error["code"]) == (403, "foreign_origin")
+        assert live.stats()["engine"]["requests"] == 2
+
+    def test_a_refused_page_is_told_of_in_the_log_once(self, start: Start, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level("INFO", "glm53.server")
+        live = start()
+        for _ in range(3):
+            live.request("OPTIONS", CHAT, None, self.PREFLIGHT)
+        for i in range(40):
+            live.request("OPTIONS", CHAT, None, {**self.PREFLIGHT, "Origin": f"https://{i}.example"})
+        lines = [r.getMessage() for r in caplog.records if "--cors-origins" in r.getMessage()]
+        assert lines[0] == "a web page of 'https://ui.example' may not call this server; --cors-origins would allow it"
+        assert len(lines) == 20
 
 
 @pytest.mark.parametrize("host", ["gpu-box.tailnet.ts.net", "127.0.0.1:30000", "[::1]:30000"])

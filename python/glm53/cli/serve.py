@@ -171,6 +171,7 @@ def server_options(settings: Settings) -> Any:
         served_name=settings.served_name,
         api_keys=settings.all_api_keys(),
         max_body_bytes=int(settings.max_body_mib * MIB),
+        head_timeout_s=settings.body_timeout_s,
         body_timeout_s=settings.body_timeout_s,
         max_queue=settings.max_queue,
         max_n=settings.max_n,

@@ -1,0 +1,92 @@
+"""One TCP connection: aiohttp's HTTP protocol, with a limit on how long a request's head may take, and errors in JSON.
+
+States: waiting (no byte of a request yet) -> head (some bytes came) -> request (a handler runs) -> waiting. The limit
+holds in "waiting" on a new connection and in "head"; between requests a connection may stay open for an hour, so that a
+reverse proxy never finds one closed that it is just about to use. All on the event loop. Cost: one timer a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from aiohttp import web
+
+from .errors import HttpError, reply_for
+
+HEAD_S = 60.0
+
+
+class Connection(web.RequestHandler):
+    """Made by `listen` for each client; `begun` and `ended` tell it of its requests."""
+
+    __slots__ = ("_head_s", "_head_timer", "_in_request")
+
+    def __init__(self, server: web.Server, *, head_s: float, **options: Any) -> None:
+        super().__init__(server, **options)
+        self._head_s = head_s
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._in_request = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._in_request and self._head_timer is None:
+            self._expect_head()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def begun(self) -> None:
+        """A request's head is complete."""
+        self._in_request = True
+        self._stop_timer()
+
+    def ended(self) -> None:
+        """The request has been answered."""
+        self._in_request = False
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What is not HTTP gets a JSON error too; aiohttp's own text would quote the client's bytes."""
+        self._stop_timer()
+        response = super().handle_error(request, status, exc, message)
+        text = "internal error" if status == 500 else f"this is not a valid HTTP request: {_first_line(message)}"
+        reply = web.json_response(_error(status, text, "bad_http"), status=response.status)
+        reply.force_close()
+        return reply
+
+    def _expect_head(self) -> None:
+        if self._head_s:
+            self._head_timer = asyncio.get_running_loop().call_later(self._head_s, self._head_is_late)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if not self._in_request:
+            self.force_close()  # without a word: nobody may take it for the answer to a request under way
+
+
+def _first_line(message: str | None) -> str:
+    """What aiohttp's parser says is wrong, without the bytes it goes on to quote."""
+    return re.split(r":?\s*b['\"]|\n", (message or "malformed").strip())[0].rstrip(": ")
+
+
+def _error(status: int, text: str, code: str) -> dict[str, object]:
+    reply = reply_for(HttpError(status, text, code=code))
+    assert reply is not None
+    return reply.openai()

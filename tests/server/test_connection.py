@@ -1,0 +1,113 @@
+"""Connections that are not what they should be: bytes that are no HTTP, heads that never end, and silence."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from typing import Any
+
+import pytest
+from conftest import LiveServer, Start, user
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+def reply_to(live: LiveServer, sent: bytes) -> tuple[bytes, Any]:
+    """(status line, JSON body) of what comes back before the connection is closed."""
+    with live.raw(sent) as s:
+        raw = b""
+        while block := s.recv(65536):
+            raw += block
+    head, _, body = raw.partition(b"\r\n\r\n")
+    assert b"application/json" in head
+    return head.partition(b"\r\n")[0], json.loads(body)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"hello, is this a server?\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03secretsecret\r\n\r\n",  # a TLS client on a port without TLS
+        HEAD + b"no colon secret here\r\n\r\n",
+        HEAD + b"X-Long: " + b"secret" * 20_000 + b"\r\n\r\n",
+        HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nsecret",
+        HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\nsecret",
+        HEAD + b"Content-Length: -5\r\n\r\nsecret",
+        HEAD + b"Content-Length: 1e3\r\n\r\nsecret",
+        b"GET /health HTTP/9.9secret\r\n\r\n",
+        HEAD + b"X: " + bytes(range(1, 9)) + b"secret\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_gets_a_json_error_that_quotes_nothing(start: Start, sent: bytes) -> None:
+    live = start()
+    status, body = reply_to(live, sent)
+    assert status.startswith(b"HTTP/1.") and b" 400 " in status
+    assert body["error"]["code"] == "bad_http"
+    assert "not a valid HTTP request" in body["error"]["message"]
+    assert "secret" not in json.dumps(body)
+    assert len(body["error"]["message"]) < 200
+    assert live.get("/health").status == 200
+
+
+def closed_within(s: socket.socket, seconds: float) -> float:
+    """Seconds until the other side closed. Fails if it does not in time."""
+    s.settimeout(seconds)
+    started = time.monotonic()
+    with contextlib.suppress(ConnectionResetError):
+        assert s.recv(1000) == b""
+    return time.monotonic() - started
+
+
+def test_a_connection_without_a_request_is_closed(start: Start) -> None:
+    live = start(head_timeout_s=0.3)
+    with live.raw(b"") as s:
+        assert closed_within(s, 5) > 0.1
+
+
+def test_a_head_that_never_ends_is_closed_however_it_trickles(start: Start) -> None:
+    live = start(head_timeout_s=0.5)
+    connections = [live.raw(HEAD) for _ in range(20)]
+    started = time.monotonic()
+    alive = set(connections)
+    while alive and time.monotonic() < started + 10:
+        for s in list(alive):
+            try:
+                s.sendall(b"X-A: b\r\n")
+                s.setblocking(False)
+                if s.recv(100) == b"":
+                    alive.discard(s)
+            except BlockingIOError:
+                s.setblocking(True)
+            except OSError:
+                alive.discard(s)
+        assert live.get("/health").status == 200
+        time.sleep(0.05)
+    assert not alive
+    for s in connections:
+        s.close()
+
+
+def test_the_limit_counts_again_for_each_request_of_a_connection(start: Start) -> None:
+    live = start(head_timeout_s=0.4)
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with live.raw(whole) as s:
+        assert b" 200 " in s.recv(1000)
+        time.sleep(0.8)  # idle between requests: not limited
+        s.sendall(whole)
+        assert b" 200 " in s.recv(1000)
+        s.sendall(whole[:20])
+        closed_within(s, 5)
+
+
+def test_a_request_may_take_longer_than_its_head(start: Start) -> None:
+    live = start({"pieces": ["a"] * 30, "end": "user", "rate": 25}, head_timeout_s=0.3)
+    assert live.chat().status == 200
+    assert live.chat_stream().choice()["finish_reason"] == "stop"
+    data = json.dumps({"messages": user("x")}).encode()
+    with live.raw(HEAD + f"Content-Length: {len(data)}\r\n\r\n".encode()) as s:
+        for i in range(0, len(data), 8):  # a slow body has its own limit
+            s.sendall(data[i : i + 8])
+            time.sleep(0.1)
+        assert b" 200 " in s.recv(100)
