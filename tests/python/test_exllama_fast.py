@@ -144,6 +144,7 @@ def test_the_engine_answers_and_says_what_each_lane_did(engines: Any) -> None:
     assert (split["on"], split["rebuilds"], split["workers"]) == (True, 0, 2)
     assert (split["a_ms"], split["b_ms"], split["t_ms"], split["g_ms"]) == (0.001, 0.001, 10.0, 0.0)
     assert split["jobs"] > 0
+    assert stats["memory"]["scale_bytes"] == 4 * 16 * 2 * (3 * 256 + 3 * 128)
     assert engine.verify() == []
 
 

@@ -136,7 +136,8 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What is loaded; constant after `load`. `context` = most tokens of prompt + answer of one stream."""
+    """What is loaded; constant after `load`, but for `mode`: fast mode whose CPU lane is off for good becomes exact.
+    `context` = most tokens of prompt + answer of one stream."""
 
     name: str
     mode: str
@@ -165,8 +166,9 @@ class Engine(Protocol):
         """Counters for /stats and /metrics: JSON-ready, cheap, thread-safe. Has running, waiting, heartbeat_age_s.
 
         What the status page and health checks look for where an engine has it: `dead` (true: it will never answer
-        again), `lanes` (routed picks by where they were computed), `expert_cache` (`hits`, `misses`), `memory`
-        (bytes by purpose) and `load` (seconds of the start by phase).
+        again), `lanes` (routed picks by where they were computed), `split` (fast mode: `on`, `off_because`, `workers`,
+        `b_ms`), `expert_cache` (`hits`, `misses`), `memory` (bytes by purpose) and `load` (seconds of the start by
+        phase).
         """
         ...
 

@@ -78,6 +78,8 @@ class ExllamaEngine:
         self._load_times = loaded.times
         self._slot_bytes = int(loaded.runtime.slot_bytes)
         self._memory = {"pinned_expert_bytes": loaded.store.bytes, "slot_bytes": loaded.slots * self._slot_bytes}
+        if loaded.tier is not None:
+            self._memory["scale_bytes"] = loaded.tier.scale_bytes
         self._snapshot: dict[str, Any] = {}
         self._beat_s = self._snapshot_s = self._saved_s = time.monotonic()
         self._wake = threading.Event()

@@ -187,13 +187,17 @@ class CpuTier:
         old = (self._lane, self._arena, self._memory)
         threading.Thread(target=_close_lane, args=old, name="glm53-old-lane", daemon=True).start()
 
+    @property
+    def scale_bytes(self) -> int:
+        """Host memory that only this tier needs: the experts' scales, outside of page-locked memory."""
+        return self._memory.scales.nbytes
+
     def stats(self) -> dict[str, Any]:
         """State, workers, split constants in ms, and the lane's counters."""
         counters = {k: v for k, v in self._lane.stats().items() if k != "parked"}
         state = {"on": self._off is None, "off_because": self._off, "rebuilds": self._rebuilds}
         shape = {"workers": int(self._lane.threads), "isa": str(self._lane.isa)}
-        memory = {"scale_bytes": self._memory.scales.nbytes}
-        return {**state, **shape, **memory, **(self.costs.as_ms() if self.costs else {}), **counters}
+        return {**state, **shape, **(self.costs.as_ms() if self.costs else {}), **counters}
 
     def close(self, stream: int) -> None:
         """Detach and end the workers; idempotent. The compute stream must be idle."""
