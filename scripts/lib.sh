@@ -10,6 +10,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 # A stray setting of the caller would change what the scripts run.
 for variable in ${!GLM53_*}; do unset "$variable"; done
 
+# A proxy of the caller's is for the package index, not for the servers that the scripts start on this machine.
+no_proxy="127.0.0.1,localhost${no_proxy:+,$no_proxy}"
+export no_proxy NO_PROXY=$no_proxy
+
 step() { printf '\n==> %s\n' "$*" >&2; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 

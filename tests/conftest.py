@@ -11,6 +11,10 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+# A proxy is for other machines, not for the servers that tests start on this one.
+for name in ("no_proxy", "NO_PROXY"):
+    os.environ[name] = ",".join(filter(None, ("127.0.0.1,localhost", os.environ.get(name))))
+
 settings.register_profile(
     "glm53",
     deadline=None,
