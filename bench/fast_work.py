@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import tempfile
 import threading
@@ -37,6 +38,17 @@ def counters(loaded: Any) -> dict[str, float]:
     return found
 
 
+def set_split(loaded: Any, changes: dict[str, int]) -> dict[str, int]:
+    """Replace constants of the split by name, as `_core.SplitConfig` calls them."""
+    config = loaded.tier.costs.split()
+    for name, value in changes.items():
+        if not hasattr(config, name):
+            raise SystemExit(f"the split has no {name}")
+        setattr(config, name, value)
+    loaded.runtime.set_split(config, loaded.passes.stream)
+    return changes
+
+
 def work_glm(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     """Decode of 1 and 4 streams in `mode`, what it read from where, its RAM, and each layer's times."""
     import exllamav3 as exl
@@ -49,9 +61,10 @@ def work_glm(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     state = Path(tempfile.mkdtemp())
     settings = Settings(model_dir=Path(args.checkpoint), mode=mode, state_dir=state, cache_tokens=16384, **lane)
     loaded = load(settings, lambda stage, fraction: None, LoadOptions(max_slots=args.slots))
+    changes = set_split(loaded, json.loads(args.split)) if mode == "fast" else {}
     generator = exl.Generator(loaded.model, loaded.cache, loaded.tokenizer, max_batch_size=4, max_chunk_size=2048)
     runner = gpu_exact.Runner(exl, generator)
-    out: dict[str, Any] = {"mode": mode, "slots": loaded.slots, "load": loaded.times, **lane}
+    out: dict[str, Any] = {"mode": mode, "slots": loaded.slots, "load": loaded.times, "split": changes, **lane}
     runner.settle(args.new)
     for n in (1, 4):
         before = counters(loaded)

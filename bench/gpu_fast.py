@@ -8,6 +8,7 @@ Each call takes less than nine minutes; within it the stages come in order of im
 limit leaves a record of that and lets the next run. Stages, each in a process of its own, all on one machine:
   fast, exact  glm53 in that mode with --slots cache slots: decode of 1 and 4 streams, misses by lane, RAM, and where a
                step goes, layer by layer; fast also the rate of both lanes at once
+  fast-NAME    the same with the split of --variants NAME
   floor        stock with every expert in VRAM: the time of a step without any transfer
   stock-T      stock with its own CPU expert split on T threads
   kernel       our expert kernels and stock's `exl3_moe_cpu` on one core in one process
@@ -54,7 +55,9 @@ class Stages(gpu_exact.Stages):
 
     def stage(self, name: str, kind: str, *details: str) -> None:
         args = self.args
-        if kind in {"fast", "exact", "kernel", "floor"}:
+        if kind == "fast" and details:
+            self.worker(name, "--split", json.dumps(json.loads(args.variants)[details[0]]))
+        elif kind in {"fast", "exact", "kernel", "floor"}:
             self.worker(name)
         elif kind == "stock":
             self.worker(name, "--on-cpu", "257", "--threads", details[0])
@@ -112,6 +115,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--also", default="", help="a second checkpoint to compare decode on")
     parser.add_argument("--ids", default="", help="texts for decode_kl.py as token ids")
     parser.add_argument("--ct-cpus", default="", help="CPUs of the lane, like 2,3,4 (default: all but the first two)")
+    parser.add_argument(
+        "--variants", default="{}", help='splits to compare in one call: {"admit0": {"max_admissions": 0}, ...}'
+    )
     parser.add_argument("--slots", type=int, default=248)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--runs", type=int, default=2)
@@ -119,6 +125,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--soak", type=float, default=400, help="seconds of a soak stage")
     parser.add_argument("--report")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--split", default="{}", help=argparse.SUPPRESS)
     parser.add_argument("--on-cpu", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, default=0, help=argparse.SUPPRESS)
     parser.set_defaults(brief=True)  # of stock: decode only
@@ -137,8 +144,8 @@ def main(argv: list[str]) -> None:
 
     if args.worker == "kernel":
         result = fast_work.work_kernel(args)
-    elif args.worker in {"fast", "exact"}:
-        result = fast_work.work_glm(args, args.worker)
+    elif args.worker.partition("-")[0] in {"fast", "exact"}:
+        result = fast_work.work_glm(args, args.worker.partition("-")[0])
     elif args.worker.startswith("soak"):
         import fast_soak
 

@@ -201,6 +201,34 @@ def test_both_sides_run_the_same_picks_in_turn(bench: Any, monkeypatch: pytest.M
     assert found["relative_difference"]["native"] == pytest.approx(0.1, rel=1e-5)
 
 
+def test_variants_of_the_split_are_stages_of_their_own(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fast_work import set_split
+
+    from glm53.engine.exllama.lane_costs import Costs
+
+    monkeypatch.setattr(bench.gpu_exact, "machine", dict)
+    monkeypatch.setattr(bench.gpu_exact, "versions", dict)
+    started: list[list[str]] = []
+    monkeypatch.setattr(bench.Stages, "process", lambda self, name, command, **k: started.append(command))
+    variants = '{"gpu": {"max_cpu": 0}}'
+    argv = ["/model", "--out", str(tmp_path), "--stages", "fast-gpu", "--variants", variants]
+    bench.Stages(bench.parse_args(argv)).run()
+    worker = bench.parse_args(started[0][2:])
+    assert worker.worker == "fast-gpu"
+    set_: list[Any] = []
+    loaded = SimpleNamespace(
+        tier=SimpleNamespace(costs=Costs(1, 2, 3, 4, 5)),
+        runtime=SimpleNamespace(set_split=lambda config, stream: set_.append((config.max_cpu, config.handoff_ns))),
+        passes=SimpleNamespace(stream=7),
+    )
+    assert set_split(loaded, json.loads(worker.split)) == {"max_cpu": 0}
+    assert set_ == [(0, 1)]
+    with pytest.raises(SystemExit, match="the split has no speed"):
+        set_split(loaded, {"speed": 1})
+
+
 def test_the_lane_gets_all_cpus_but_two_unless_told(bench: Any) -> None:
     from fast_work import lane_settings
 
