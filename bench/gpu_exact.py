@@ -12,7 +12,7 @@ of its own, all on one machine one after the other:
   ours    glm53 with --slots cache slots: load, decode, misses, prefill, short prompts, host RAM, link rate
   stock-T stock with its own CPU expert split on T threads (stock-T-brief: decode only)
   equal   pytest tests/gpu/test_exact.py: logits and tokens against stock, churn, waits
-  http, mtp, vram  its test_http.py, test_drafting.py and, on 24 GB of VRAM, test_vram.py
+  http, lanes, mtp, vram  its test_http.py, test_bench_lanes.py, test_drafting.py and, on 24 GB of VRAM, test_vram.py
 Protocol of every model: 300-token prompts, temperature 1 with fixed seeds, three runs to settle, two to count.
 A ratio is only made of figures from one call.
 """
@@ -32,10 +32,12 @@ import exact_bars
 from exact_process import peak_ram, plain_read, run_limited
 from exact_trace import Traced, fixed_misses, layer_times, moe_trace
 
-TESTS = {"equal": "test_exact", "http": "test_http", "mtp": "test_drafting", "vram": "test_vram"}
+TESTS = {"equal": "exact", "http": "http", "lanes": "bench_lanes", "mtp": "drafting", "vram": "vram"}
+"""Stages that are a file of tests/gpu, without the "test_" of its name."""
 GROUPS = {"speed": "read,ours,floor,stock-12,stock-14-brief,stock-8-brief", "tests": "equal,http,vram"}
 LIMITS = {
-    "floor": 75.0, "ours": 150.0, "stock": 130.0, "equal": 300.0, "http": 120.0, "mtp": 200.0, "vram": 180.0,
+    "floor": 75.0, "ours": 150.0, "stock": 130.0,
+    "equal": 300.0, "http": 120.0, "lanes": 90.0, "mtp": 200.0, "vram": 180.0,
 }  # fmt: skip
 """Seconds a stage may take: about twice what it took on the machine of the recorded results."""
 SHORTEST_S = 20.0
@@ -320,7 +322,7 @@ class Stages:
         if kind == "read":
             (self.folder / "read.json").write_text(json.dumps(plain_read(Path(self.args.checkpoint))))
         elif kind in TESTS:
-            self.tests(name, "-k", TESTS[kind])
+            self.tests(name, "-k", f"test_{TESTS[kind]}")
         elif kind == "stock":
             self.worker(f"stock-{details[0]}", "--on-cpu", "257", "--threads", *details[:1],
                         *["--brief"] * (details[1:] == ("brief",)))  # fmt: skip
