@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
 from glm53 import __version__
-from glm53.engine.protocol import GenerationRequest, SamplingParams
+from glm53.engine.protocol import EngineInfo, GenerationRequest, SamplingParams
 from glm53.errors import EngineError
 
 from .. import openapi
@@ -163,11 +165,8 @@ async def stats(request: web.Request) -> web.Response:
 async def server_info(request: web.Request) -> web.Response:
     """What is loaded and what to know before trusting it."""
     state = request.app[STATE]
-    info = state.engine_or_503().info
-    options = state.options
-    warnings = list(WARNINGS)
-    if info.scripted:
-        warnings.insert(0, "answers are scripted: they come from a file, no model is loaded")
+    engine = state.engine_or_503()
+    info, options = engine.info, state.options
     body = {
         "version": __version__,
         "model": info.name,
@@ -184,9 +183,20 @@ async def server_info(request: web.Request) -> web.Response:
         "chat_template": options.chat_template,
         "sampling_defaults": _sampling_defaults(state),
         "load_s": round(state.load_s, 3),
-        "warnings": warnings,
+        "warnings": warnings_of(info, engine.stats()),
     }
     return json_response(body)
+
+
+def warnings_of(info: EngineInfo, stats: Mapping[str, Any]) -> list[str]:
+    """What holds for every server, after what is special about this one now."""
+    own = []
+    if info.scripted:
+        own.append("answers are scripted: they come from a file, no model is loaded")
+    split = stats.get("split")
+    if split is not None and not split["on"]:
+        own.append(f"decoding goes on as in exact mode until a restart: {split['off_because']}")
+    return [*own, *WARNINGS]
 
 
 def _sampling_defaults(state: ServerState) -> dict[str, float]:

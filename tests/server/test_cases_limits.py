@@ -223,6 +223,19 @@ def test_server_info_says_what_a_user_must_know(start: Start) -> None:
         assert words in warnings
 
 
+def test_server_info_says_that_the_cpu_lane_is_off(start: Start) -> None:
+    live = start()
+    engine = live.engine
+    assert engine is not None
+    stats, split = engine.stats, {"on": True, "off_because": None}
+    engine.stats = lambda: {**stats(), "split": dict(split)}  # type: ignore[method-assign]
+    assert "restart" not in " ".join(live.get("/server_info").json["warnings"])
+    split |= {"on": False, "off_because": "the CPU lane died: worker 3"}
+    wanted = "decoding goes on as in exact mode until a restart: the CPU lane died: worker 3"
+    assert wanted in live.get("/server_info").json["warnings"]
+    assert "glm53_engine_split_on 0.0" in live.get("/metrics").data.decode()
+
+
 def test_metrics(start: Start) -> None:
     live = start()
     live.chat()
