@@ -229,7 +229,9 @@ def measure(source: Source, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )  # an abbreviation would take options that are meant for the engine
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--url", help="a server")
     where.add_argument("--device", choices=("cpu", "cuda"), help="an engine in this process")

@@ -9,12 +9,15 @@ the logits say, and keeps the logits. So both models are always in the same plac
   stock-fp16  the same with EXL3_INT8_GEMV=0: the other of stock's two decode paths; stock against it is the noise floor
   exact, fast glm53 in that mode
 Fast's mean KL against exact, and its share of other likeliest tokens, should be no larger than the noise floor's.
-Each path runs in a process of its own (two of them would not fit one GPU), all in one call. Needs a GPU.
+Exact and fast run in one process, one after the other, because exllamav3 chooses kernels by timing them and two
+processes may choose differently; stock's two paths are chosen by its environment, so each has its own. All in one call.
+Needs a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -27,6 +30,8 @@ import numpy as np
 import torch
 from common import command, machine, versions
 
+GROUPS = (("stock",), ("stock-fp16",), ("exact", "fast"))
+"""Paths that share a process."""
 PAIRS = (("stock", "stock-fp16"), ("exact", "fast"), ("stock", "exact"), ("stock", "fast"))
 PATHS = ("stock", "stock-fp16", "exact", "fast")
 
@@ -64,16 +69,16 @@ def texts(args: argparse.Namespace, encoder: Any) -> list[list[int]]:
     return found
 
 
-def generator_of(args: argparse.Namespace) -> tuple[Any, Any]:
+def generator_of(args: argparse.Namespace, path: str) -> tuple[Any, Any]:
     """An exllamav3 generator over the path's model, and what glm53 loaded (None for stock)."""
     import exllamav3 as exl
 
-    if args.record in ("exact", "fast"):
+    if path in ("exact", "fast"):
         from glm53.config import Settings
         from glm53.engine.exllama.loader import LoadOptions, load
 
         state = Path(tempfile.mkdtemp())
-        settings = Settings(model_dir=args.checkpoint, mode=args.record, state_dir=state, cache_tokens=16384)
+        settings = Settings(model_dir=args.checkpoint, mode=path, state_dir=state, cache_tokens=16384)
         loaded = load(settings, lambda stage, fraction: None, LoadOptions(max_slots=args.slots))
         return exl.Generator(loaded.model, loaded.cache, loaded.tokenizer, max_batch_size=1), loaded
     config = exl.Config.from_directory(str(args.checkpoint))
@@ -84,13 +89,13 @@ def generator_of(args: argparse.Namespace) -> tuple[Any, Any]:
     return exl.Generator(model, cache, exl.Tokenizer.from_config(config), max_batch_size=1), None
 
 
-def record(args: argparse.Namespace) -> None:
-    """Decode every text on one path; logits [texts * (new - 1), V] float16 go to --out."""
+def record(args: argparse.Namespace, path: str, out: Path) -> None:
+    """Decode every text on one path; logits [texts * (new - 1), V] float16 and the lanes' picks go to `out`."""
     import exllamav3 as exl
     from tokenizers import Tokenizer
 
     encoder = Tokenizer.from_file(str(args.checkpoint / "tokenizer.json"))
-    (generator, loaded), kept = generator_of(args), []
+    (generator, loaded), kept = generator_of(args, path), []
     for i, ids in enumerate(texts(args, encoder)):
         sampler = Forced(ids[args.prompt :], encoder.get_vocab_size())
         prompt = torch.tensor([ids[: args.prompt]])
@@ -98,9 +103,14 @@ def record(args: argparse.Namespace) -> None:
         while generator.num_remaining_jobs():
             generator.iterate()
         kept += sampler.logits[1 : args.new]  # the first comes from the prompt's own pass, not from decoding
-        print(f"decode_kl: {args.record} text {i + 1}", file=sys.stderr, flush=True)
+        print(f"decode_kl: {path} text {i + 1}", file=sys.stderr, flush=True)
     lanes = {} if loaded is None else lanes_of(loaded)
-    np.savez(args.out, logits=torch.stack(kept).half().numpy(), lanes=json.dumps(lanes))
+    np.savez(out, logits=torch.stack(kept).half().numpy(), lanes=json.dumps(lanes))
+    del generator
+    if loaded is not None:
+        loaded.close()
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def lanes_of(loaded: Any) -> dict[str, int]:
@@ -147,20 +157,22 @@ def bars(distances: dict[str, dict[str, float]]) -> dict[str, Any]:
 def run_paths(
     args: argparse.Namespace, argv: list[str]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[str, str]]:
-    """Each path in its own process: (logits by path, picks by lane by path, failure by path)."""
+    """Each group of paths in its own process: (logits by path, picks by lane by path, failure by path)."""
     found, lanes, failed = {}, {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        for path in args.paths:
-            out = Path(folder) / f"{path}.npz"
-            env = {**os.environ, **({"EXL3_INT8_GEMV": "0"} if path == "stock-fp16" else {})}
-            command = [sys.executable, __file__, *argv, "--record", path, "--out", str(out)]
-            done = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, check=False)
-            if done.returncode:
-                failed[path] = (
-                    done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}"
-                )
-                print(f"decode_kl: {path} failed: {failed[path]}", file=sys.stderr, flush=True)
-            else:
+        for group in ([p for p in group if p in args.paths] for group in GROUPS):
+            if not group:
+                continue
+            env = {**os.environ, **({"EXL3_INT8_GEMV": "0"} if group == ["stock-fp16"] else {})}
+            child = [sys.executable, __file__, *argv, "--out", folder, "--record", *group]
+            done = subprocess.run(child, env=env, stderr=subprocess.PIPE, text=True, check=False)
+            told = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
+            for path in group:
+                out = Path(folder) / f"{path}.npz"
+                if not out.exists():
+                    failed[path] = told[-1]
+                    print(f"decode_kl: {path} failed: {failed[path]}", file=sys.stderr, flush=True)
+                    continue
                 with np.load(out) as saved:
                     found[path], lanes[path] = saved["logits"], json.loads(str(saved["lanes"]))
     return found, lanes, failed
@@ -179,7 +191,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     ap.add_argument("checkpoint", type=Path)
     ap.add_argument("--out", type=Path, required=True)
     ap.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
-    ap.add_argument("--record", choices=PATHS, help=argparse.SUPPRESS)
+    ap.add_argument("--record", nargs="+", choices=PATHS, help=argparse.SUPPRESS)
     ap.add_argument("--ids", type=Path, help="texts as token ids: .npz with `ids` and `lengths`")
     ap.add_argument("--prompts", type=int, default=8, help="texts (default: %(default)s)")
     ap.add_argument("--prompt", type=int, default=200, help="tokens before decoding (default: %(default)s)")
@@ -192,7 +204,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     args = parse_args(argv)
     if args.record:
-        record(args)
+        for path in args.record:
+            record(args, path, args.out / f"{path}.npz")
         return 0
     found, lanes, failed = run_paths(args, argv)
     distances = compare(found)

@@ -71,3 +71,28 @@ def test_a_path_that_fails_is_recorded_and_the_exit_code_says_so(tmp_path: Path)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert json.loads(out.read_text())["raw"]["failed"]["stock"]
+
+
+def test_exact_and_fast_share_a_process_and_one_that_fails_leaves_the_other(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that records what it was asked for and fails at fast, as a lane that stalls would."""
+    seen = tmp_path / "seen"
+    child = f"""
+import sys, os, numpy as np
+argv = sys.argv[1:]
+paths, out = argv[argv.index("--record") + 1:], argv[argv.index("--out", argv.index("--out") + 1) + 1]
+open({str(seen)!r}, "a").write(" ".join(paths) + " " + os.environ.get("EXL3_INT8_GEMV", "-") + "\\n")
+for path in paths:
+    if path == "fast":
+        sys.exit("the lane stalled")
+    np.savez(f"{{out}}/{{path}}.npz", logits=np.zeros((2, 3), np.float16), lanes="{{}}")
+"""
+    script = tmp_path / "child.py"
+    script.write_text(child.replace("\\\\n", "\\n"))
+    monkeypatch.setattr(tool, "__file__", str(script))
+    argv = ["checkpoint", "--out", str(tmp_path / "kl.json")]
+    found, lanes, failed = tool.run_paths(tool.parse_args(argv), argv)
+    assert seen.read_text().splitlines() == ["stock -", "stock-fp16 0", "exact fast -"]
+    assert sorted(found) == sorted(lanes) == ["exact", "stock", "stock-fp16"]
+    assert failed == {"fast": "the lane stalled"}
