@@ -4,6 +4,7 @@
 #include <string>
 
 #include "cache/clock_admin.h"
+#include "cache/clock_plan.h"
 #include "cache/expert_cache.h"
 
 namespace glm53 {
@@ -63,24 +64,7 @@ bool ExpertCache::take_back(int segment) {
 }
 
 std::vector<std::int32_t> ExpertCache::refill_plan(int count) const {
-    const ClockConfig& c = clock();
-    std::vector<bool> taken(static_cast<std::size_t>(c.layers) * c.experts);
-    for (int slot = 0; slot < c.slots; ++slot) {  // residents and loads alike
-        const int owner = slot_owner(view_.slot_word[slot]);
-        if (owner >= 0) taken[owner] = true;
-    }
-    std::vector<std::int32_t> plan;
-    for (std::size_t entry = 0; entry < taken.size(); ++entry) {
-        if (!taken[entry] && view_.heat[entry] != 0) plan.push_back(static_cast<std::int32_t>(entry));
-    }
-    const auto hotter = [&](std::int32_t a, std::int32_t b) {
-        const std::uint32_t heat_a = clock_score(c, view_.heat[a]), heat_b = clock_score(c, view_.heat[b]);
-        return heat_a != heat_b ? heat_a > heat_b : a < b;
-    };
-    const std::size_t kept = std::min(plan.size(), static_cast<std::size_t>(std::max(count, 0)));
-    std::partial_sort(plan.begin(), plan.begin() + static_cast<std::ptrdiff_t>(kept), plan.end(), hotter);
-    plan.resize(kept);
-    return plan;
+    return clock_hottest_missing(view_, count);
 }
 
 int ExpertCache::refill(int count, StreamHandle copy_stream, StreamHandle compute_stream) {

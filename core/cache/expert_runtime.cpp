@@ -219,14 +219,14 @@ void ExpertRuntime::decode(int layer, const std::int64_t* picks, int n, int rows
     if (on_device()) {
         launch_decode_step(memory_->view, layer, picks, n, rows, config_.clock.max_admissions, compute);
     } else {
-        host_step(layer, picks, n, rows, compute);
+        host_step(layer, picks, n, rows, config_.clock.max_admissions, compute);
     }
 }
 
 // The step of a device without kernels.
-const ClockStep& ExpertRuntime::host_step(int layer, const std::int64_t* picks, int n, int rows, StreamHandle compute) {
-    const ClockStep& step =
-        cache_->step(layer, {picks, static_cast<std::size_t>(n)}, rows, config_.clock.max_admissions, compute);
+const ClockStep& ExpertRuntime::host_step(int layer, const std::int64_t* picks, int n, int rows, int max_admissions,
+                                          StreamHandle compute) {
+    const ClockStep& step = cache_->step(layer, {picks, static_cast<std::size_t>(n)}, rows, max_admissions, compute);
     for (int u = 0; u < step.unique; ++u) {
         if (step.evicted[u] < 0) continue;
         const int owner = step.evicted[u] / config_.clock.experts, expert = step.evicted[u] % config_.clock.experts;

@@ -125,7 +125,8 @@ class ExpertRuntime {
 
     void check_layer(int layer) const;
     void check_decode(int layer, int n, int rows) const;
-    const ClockStep& host_step(int layer, const std::int64_t* picks, int n, int rows, StreamHandle compute);
+    const ClockStep& host_step(int layer, const std::int64_t* picks, int n, int rows, int max_admissions,
+                               StreamHandle compute);
     const ExpertStepView& view() const;  // on a device with kernels
     LaneLink& attached() const;
     bool on_device() const { return memory_ != nullptr; }

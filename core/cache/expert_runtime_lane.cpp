@@ -46,7 +46,8 @@ void ExpertRuntime::decode_split(int layer, const std::int64_t* picks, int n, in
         if (limit > 0) launch_copy_admitted(view(), compute);
         return;
     }
-    const ClockStep& step = host_step(layer, picks, n, rows, compute);
+    const int limit = lane.admission_limit(config_.clock.max_admissions);
+    const ClockStep& step = host_step(layer, picks, n, rows, limit, compute);
     lane.step(step, cache_->scratch(), {&away(layer, 0), home(layer, 0), cache_->slot_bytes()}, job);
 }
 

@@ -1,5 +1,6 @@
 #include "cache/lane_link.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <stdexcept>
@@ -84,6 +85,10 @@ void LaneLink::set_split(const SplitConfig& split, StreamHandle stream) {
     device_->stream_synchronize(stream);
 }
 
+int LaneLink::admission_limit(int max_admissions) const {
+    return open() ? std::min(max_admissions, split_.max_admissions) : max_admissions;
+}
+
 void LaneLink::step(const ExpertStepView& experts, const LaneStepJob& job, int max_admissions, StreamHandle stream) {
     drop(stream);
     launch_split_step(experts, view(), job, max_admissions, stream);
@@ -93,7 +98,7 @@ void LaneLink::step(const ExpertStepView& experts, const LaneStepJob& job, int m
 void LaneLink::step(ClockStep step, ClockScratch clock, const AwayRow& away, const LaneStepJob& job) {
     drop(nullptr);
     due_rows_ = job.rows;
-    if (verdict() != LaneVerdict::kOk) return;
+    if (!open()) return;
     SplitStep split;
     SplitScratch scratch;
     split_staged(away, step, clock, SerialLanes{});

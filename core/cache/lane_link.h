@@ -35,6 +35,8 @@ class LaneLink {
     LaneLink& operator=(const LaneLink&) = delete;
 
     void set_split(const SplitConfig& split, StreamHandle stream);
+    // Misses that the next step may admit, of `max_admissions`; the kernels see to it themselves.
+    int admission_limit(int max_admissions) const;
     // CUDA: decides and publishes. The caller queues launch_copy_admitted behind it.
     void step(const ExpertStepView& view, const LaneStepJob& job, int max_admissions, StreamHandle stream);
     // Host: publishes the CPU's part of a step that clock_step has just decided.
@@ -47,6 +49,7 @@ class LaneLink {
     LaneCounts counts(StreamHandle stream) const;
 
   private:
+    bool open() const { return verdict() == cpu::LaneVerdict::kOk && split_.max_cpu > 0; }
     LaneStepView view() const;
     std::uint32_t& status() const { return *reinterpret_cast<std::uint32_t*>(status_.data()); }
     void take(int rows, void* out, bool half, StreamHandle stream);

@@ -24,6 +24,9 @@ struct SplitConfig {
     std::int32_t pcie_expert_ns = 400'000;  // T: one expert read or copied over PCIe
     std::int32_t cached_ns = 100'000;       // g: the experts that are in VRAM already
     std::int32_t max_cpu = kClockMaxPicks;  // experts that the CPU may take in one step; 0: lane off
+    // Misses that one step may admit while the lane is on, beside the policy's own limit. An admitted miss crosses PCIe
+    // before the step goes on; one costs nothing, for the hottest miss would cross anyway (bench/trace_replay.py).
+    std::int32_t max_admissions = 1;
 };
 
 inline constexpr std::int32_t kSplitMaxNs = 1'000'000'000;
@@ -34,7 +37,7 @@ GLM53_HD const char* split_config_error(const SplitConfig& c) {
     for (const std::int32_t t : times) {
         if (t < 0 || t > kSplitMaxNs) return "a time of the split must be 0 to 1 s";
     }
-    return c.max_cpu < 0 ? "max_cpu must not be negative" : nullptr;
+    return c.max_cpu < 0 || c.max_admissions < 0 ? "max_cpu and max_admissions must not be negative" : nullptr;
 }
 
 // What a split decided. Times are what the model expects; 0 for a lane without work, 2^32 - 2 at most.

@@ -84,8 +84,9 @@ __global__ void __launch_bounds__(kSplitThreads)
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     const WarpLanes lanes;
     if (warp == 0) {
-        clock_step(clock_view(v.block, v.sizes), job.layer, job.picks, job.rows * job.top_k, job.rows, max_admissions,
-                   step, clock, lanes);
+        const int limit = open && config.max_admissions < max_admissions ? config.max_admissions : max_admissions;
+        clock_step(clock_view(v.block, v.sizes), job.layer, job.picks, job.rows * job.top_k, job.rows, limit, step,
+                   clock, lanes);
         if (open) {
             split_staged({v.away + job.layer * v.sizes.experts, v.layers[job.layer].home, v.slot_bytes}, step, clock,
                          lanes);

@@ -2,13 +2,17 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cache/clock.h"
 #include "cache/clock_admin.h"
+#include "cache/clock_plan.h"
+#include "cache/split.h"
 #include "module.h"
 
 namespace nb = nanobind;
@@ -18,17 +22,42 @@ namespace glm53::bindings {
 namespace {
 
 using Picks = nb::ndarray<const std::int64_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
-template <std::size_t N>
-using Ints = nb::ndarray<nb::numpy, std::int32_t, nb::ndim<N>>;
+template <std::size_t N, class Int = std::int32_t>
+using Ints = nb::ndarray<nb::numpy, Int, nb::ndim<N>>;
 
-template <std::size_t N>
-Ints<N> new_ints(const std::size_t (&shape)[N]) {
+template <class Int = std::int32_t, std::size_t N>
+Ints<N, Int> new_ints(const std::size_t (&shape)[N]) {
     std::size_t count = 1;
     for (const std::size_t extent : shape) count *= extent;
-    auto memory = std::make_unique<std::int32_t[]>(count);
-    std::int32_t* data = memory.get();
-    nb::capsule owner(memory.release(), [](void* p) noexcept { delete[] static_cast<std::int32_t*>(p); });
-    return Ints<N>(data, N, shape, owner);
+    auto memory = std::make_unique<Int[]>(count);
+    Int* data = memory.get();
+    nb::capsule owner(memory.release(), [](void* p) noexcept { delete[] static_cast<Int*>(p); });
+    return Ints<N, Int>(data, N, shape, owner);
+}
+
+// Makes up to `count` slots empty for the hottest experts that have none: the coldest go, each only if what would come
+// is hotter by more than the margin. Returns how many of those experts find an empty slot now.
+int make_room(const ClockView& view, int count) {
+    const ClockConfig& c = view.header->config;
+    const std::vector<std::int32_t> coming = clock_hottest_missing(view, count);
+    const auto score_of = [&](std::int32_t entry) { return clock_score(c, view.heat[entry]); };
+    std::vector<std::pair<std::uint32_t, int>> coldest;  // (score, slot)
+    for (int slot = 0; slot < c.slots; ++slot) {
+        const int owner = slot_owner(view.slot_word[slot]);
+        if (owner >= 0 && !slot_pins(view.slot_word[slot])) coldest.emplace_back(score_of(owner), slot);
+    }
+    const int empty = view.header->free_slots;
+    const int wanted = static_cast<int>(coming.size());
+    const std::size_t kept = std::min(coldest.size(), static_cast<std::size_t>(std::max(wanted - empty, 0)));
+    std::partial_sort(coldest.begin(), coldest.begin() + static_cast<std::ptrdiff_t>(kept), coldest.end());
+    for (std::size_t i = 0; i < kept; ++i) {
+        const std::int64_t heat = score_of(coming[static_cast<std::size_t>(empty) + i]);
+        if (heat <= static_cast<std::int64_t>(coldest[i].first) + c.margin) break;
+        clock_drop(view, coldest[i].second);
+        view.free_list[view.header->free_slots++] = coldest[i].second;
+        view.header->counters.evictions += 1;
+    }
+    return std::min(view.header->free_slots, wanted);
 }
 
 // The policy state on this host, with no slots' memory behind it.
@@ -44,20 +73,14 @@ class ClockPolicy {
     }
 
     Ints<3> replay(const Picks& picks, int rows) {
+        check(picks, rows);
         const std::size_t steps = picks.shape(0), layers = picks.shape(1), n = picks.shape(2);
-        if (layers != static_cast<std::size_t>(view_.header->config.layers) || n > kClockMaxPicks || rows < 1) {
-            throw std::invalid_argument("replay: picks are (steps, " + std::to_string(view_.header->config.layers) +
-                                        " layers, at most " + std::to_string(kClockMaxPicks) + " picks), got " +
-                                        std::to_string(layers) + " layers, " + std::to_string(n) + " picks of " +
-                                        std::to_string(rows) + " rows");
-        }
-        auto results = new_ints<3>({steps, layers, 3});
+        auto results = new_ints<>({steps, layers, 3});
         std::int32_t* out = results.data();
         const std::int64_t* in = picks.data();
         const nb::gil_scoped_release release;
         for (std::size_t i = 0; i < steps * layers; ++i, in += n, out += 3) {
-            clock_step(view_, static_cast<int>(i % layers), in, static_cast<int>(n), rows, kClockMaxPicks, step_,
-                       scratch_, SerialLanes{});
+            step(i % layers, in, n, rows);
             out[0] = step_.unique;
             out[1] = step_.hits;
             out[2] = step_.admitted;
@@ -65,18 +88,64 @@ class ClockPolicy {
         return results;
     }
 
+    // As an engine with a CPU lane goes on: a split of every step, and between tokens loads in the background, which
+    // are there one token later.
+    Ints<3, std::int64_t> replay_lanes(const Picks& picks, int rows, const SplitConfig& split, int max_background) {
+        check(picks, rows);
+        if (const char* error = split_config_error(split)) throw std::invalid_argument(error);
+        const std::size_t steps = picks.shape(0), layers = picks.shape(1), n = picks.shape(2);
+        auto results = new_ints<std::int64_t>({steps, layers, 7});
+        std::int64_t* out = results.data();
+        const std::int64_t* in = picks.data();
+        const nb::gil_scoped_release release;
+        for (std::size_t i = 0; i < steps * layers; ++i, in += n, out += 7) {
+            step(i % layers, in, n, rows);
+            split_step(split, step_, scratch_, split_, split_scratch_, SerialLanes{});
+            const std::int64_t row[] = {step_.unique,  step_.hits, step_.admitted, split_.cpu, split_.cpu_ns,
+                                        split_.gpu_ns, 0};
+            std::copy(std::begin(row), std::end(row), out);
+            if (i % layers == layers - 1) out[6] = background(max_background);
+        }
+        return results;
+    }
+
     Ints<1> owners() const {
         const auto slots = static_cast<std::size_t>(view_.header->config.slots);
-        auto owners = new_ints<1>({slots});
+        auto owners = new_ints<>({slots});
         for (std::size_t s = 0; s < slots; ++s) owners.data()[s] = slot_owner(view_.slot_word[s]);
         return owners;
     }
 
   private:
+    void check(const Picks& picks, int rows) const {
+        const std::size_t layers = picks.shape(1), n = picks.shape(2);
+        if (layers != static_cast<std::size_t>(view_.header->config.layers) || n > kClockMaxPicks || rows < 1) {
+            throw std::invalid_argument("replay: picks are (steps, " + std::to_string(view_.header->config.layers) +
+                                        " layers, at most " + std::to_string(kClockMaxPicks) + " picks), got " +
+                                        std::to_string(layers) + " layers, " + std::to_string(n) + " picks of " +
+                                        std::to_string(rows) + " rows");
+        }
+    }
+    void step(std::size_t layer, const std::int64_t* picks, std::size_t n, int rows) {
+        clock_step(view_, static_cast<int>(layer), picks, static_cast<int>(n), rows, kClockMaxPicks, step_, scratch_,
+                   SerialLanes{});
+    }
+    int background(int count) {
+        for (const int slot : loading_) clock_publish(view_, slot);
+        loading_.clear();
+        for (const std::int32_t entry : clock_hottest_missing(view_, make_room(view_, count))) {
+            loading_.push_back(clock_reserve(view_, entry));
+        }
+        return static_cast<int>(loading_.size());
+    }
+
     std::vector<std::uint64_t> block_;
     ClockView view_{};
     ClockStep step_{};
     ClockScratch scratch_{};
+    SplitStep split_{};
+    SplitScratch split_scratch_{};
+    std::vector<int> loading_;
 };
 
 }  // namespace
@@ -107,6 +176,10 @@ void bind_clock(nb::module_& m) {
         .def("replay", &ClockPolicy::replay, "picks"_a, "rows"_a = 1,
              "picks (steps, layers, n) int64, of `rows` rows each -> (steps, layers, 3) int32: distinct picks, hits, "
              "admissions. The state carries on from call to call.")
+        .def("replay_lanes", &ClockPolicy::replay_lanes, "picks"_a, "rows"_a, "split"_a, "max_background"_a = 0,
+             "The same with a CPU lane -> (steps, layers, 7) int64: distinct picks, hits, admissions, experts for the "
+             "CPU, its ns, the GPU's ns, and in a token's last layer the loads started behind it: max_background at "
+             "most, each resident one token later.")
         .def("owners", &ClockPolicy::owners, "(slots,) int32: layer * experts + expert in each slot, -1 for none.");
 }
 

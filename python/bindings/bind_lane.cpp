@@ -117,15 +117,16 @@ nb::dict split_misses(const std::vector<int>& rows, int admitted, const SplitCon
 
 void bind_split(nb::module_& m) {
     nb::class_<SplitConfig>(m, "SplitConfig",
-                            "Constants of the CPU/GPU split: nanoseconds, and the most experts a step "
-                            "gives to the CPU (0: lane off).")
+                            "Constants of the CPU/GPU split: nanoseconds, the most experts a step gives to the CPU (0: "
+                            "lane off), and the most misses it admits to slots.")
         .def(nb::init<>())
         .def_rw("handoff_ns", &SplitConfig::handoff_ns)
         .def_rw("cpu_expert_ns", &SplitConfig::cpu_expert_ns)
         .def_rw("cpu_row_ns", &SplitConfig::cpu_row_ns)
         .def_rw("pcie_expert_ns", &SplitConfig::pcie_expert_ns)
         .def_rw("cached_ns", &SplitConfig::cached_ns)
-        .def_rw("max_cpu", &SplitConfig::max_cpu);
+        .def_rw("max_cpu", &SplitConfig::max_cpu)
+        .def_rw("max_admissions", &SplitConfig::max_admissions);
     m.def("split_misses", &split_misses, "rows"_a, "admitted"_a, "config"_a,
           "How many of a step's misses the CPU takes. rows: rows that picked each miss that may go to the CPU, coldest "
           "first; admitted: further misses that are copied to the GPU in any case. {'cpu', 'cpu_ns', 'gpu_ns'}.");

@@ -17,6 +17,7 @@ import pytest
 from glm53 import _core
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,60 @@ def test_a_recorded_trace_gives_one_json_line_per_policy_whose_bars_follow_from_
         assert raw["misses"] >= lines["belady"]["raw"]["misses"]
     assert lines["ours"]["raw"]["misses"] < lines["clock"]["raw"]["misses"]
     assert lines["ours"]["raw"]["admissions"] < lines["clock"]["raw"]["admissions"] / 2
+
+
+def test_replay_lanes_is_replay_with_a_split_and_loads_in_the_background() -> None:
+    split = _core.SplitConfig()
+    split.handoff_ns, split.cpu_expert_ns, split.pcie_expert_ns, split.cached_ns = 10, 40, 100, 20
+    split.cpu_row_ns = 0
+    picks = np.array([[[0, 1, 2]], [[0, 1, 2]], [[0, 1, 2]], [[5, 5, 5]], [[0, 1, 5]], [[5, 5, 5]]], np.int64)
+    config = _core.ClockConfig(1, 8, 2)
+    config.max_admissions = config.margin = 0
+    out = _core.ClockPolicy(config).replay_lanes(picks, 1, split, 1)
+    # one load behind a token, there for the token after the next, while slots are empty or the newcomer is hotter.
+    # The CPU takes 2 of 3 misses, both of 2, 1 of 1
+    assert out[:, 0, :4].tolist() == [
+        [3, 0, 0, 2],
+        [3, 0, 0, 2],
+        [3, 1, 0, 2],
+        [1, 0, 0, 1],
+        [3, 2, 0, 1],
+        [1, 0, 0, 1],
+    ]
+    assert out[0, 0, 4:6].tolist() == [10 + 2 * 40, 20 + 100]
+    assert out[:, 0, 6].tolist() == [1, 1, 0, 0, 0, 1]
+    alone = _core.ClockConfig(1, 8, 2)
+    replayed = _core.ClockPolicy(alone).replay(picks, 1)
+    np.testing.assert_array_equal(_core.ClockPolicy(alone).replay_lanes(picks, 1, split)[:, :, :3], replayed)
+    split.max_cpu = -1
+    with pytest.raises(ValueError, match="max_cpu"):
+        _core.ClockPolicy(config).replay_lanes(picks, 1, split)
+
+
+def test_what_admitting_costs_beside_a_cpu_lane() -> None:
+    import trace_lanes
+
+    picks = np.array([[[0, 1, 2, 3]]] * 3 + [[[0, 1, 2, 4]]], np.int64)
+    times = trace_lanes.LaneTimes(0.1, 0.1, 0.0, 0.4, 0.1, 1.0)
+    trace = trace_lanes.Trace(picks, 8, 1, 4, 1)
+    table = trace_lanes.compare(trace, times)
+    rows = {(row["max_admissions"], row["max_background"]): row for row in table}
+    nothing = rows[0, 0]
+    assert (nothing["hit_rate"], nothing["on_cpu"], nothing["ms_gaps"]) == (0.0, 3.0, 1.5)
+    assert nothing["ms_shared"] == nothing["ms_gaps"]
+    one = rows[1, 0]  # two, then three slots are filled when a step comes: 2 + 2 + 2 misses, one of them admitted
+    assert one["admissions"] == 1.0 and one["hit_rate"] == pytest.approx(6 / 12, abs=1e-4)
+    loading = rows[0, 4]  # all four are resident from the third token on; expert 4 is not hotter than 3 then
+    assert loading["loads"] == 0.0 and loading["hit_rate"] == pytest.approx(7 / 12, abs=1e-4)
+    slower = rows[0, 2]  # two behind the first token, which does not count, two behind the second
+    assert slower["loads"] == pytest.approx(2 / 3, abs=1e-4)
+    reads, token = 0.4, 1.5  # of the second token, whose loads those are: four misses, three on the CPU
+    assert slower["ms_shared"] - slower["ms_gaps"] == pytest.approx(2 * 0.4 * reads / token / 3, abs=1e-4)
+    ratios = trace_lanes.ratios(table, 1)
+    best = min(row["ms_gaps"] for (_, background), row in rows.items() if not background)
+    loads = min(row["ms_gaps"] for (_, background), row in rows.items() if background)
+    assert ratios["background_gaps"] == pytest.approx(loads / best, abs=1e-4)
+    assert ratios["chosen_over_best"] == pytest.approx(one["ms_gaps"] / best, abs=1e-4)
 
 
 def test_bad_arguments_say_what_there_is(tmp_path: Path) -> None:
