@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from exllama_helpers import make_settings, use_fakes
+from exllama_helpers import TINY, make_settings, use_fakes
 from fast_figures import synthetic
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -168,6 +168,50 @@ def test_a_step_is_cut_at_the_hooks_and_left_as_it_was(
         assert clock.now == 4 * marks * len(loaded.model.moe)
     finally:
         loaded.close()
+
+
+@pytest.fixture
+def stand_in(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The worker's surroundings on the host device: rates and device events are made up."""
+    import fast_work
+
+    from glm53.engine.exllama import lane
+
+    use_fakes(monkeypatch)
+    clock = Clock()
+    monkeypatch.setattr(lane, "gpu_costs", lambda store, top_k: (400_000, 100_000))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: clock.event())
+    monkeypatch.setattr(bench.gpu_exact, "link_rate", lambda loaded: 25.0)
+    monkeypatch.setattr(bench.gpu_exact, "PROMPT", 20)
+    monkeypatch.setattr(fast_work, "both_rates", lambda loaded, cpus: {"cpu_gb_s": 60.0, "copy_gb_s": 40.0})
+    return fast_work
+
+
+def test_both_modes_are_measured_whole_and_make_bars(bench: Any, stand_in: Any, tmp_path: Path) -> None:
+    variant = ["--split", '{"cpu_expert_ns": 1, "handoff_ns": 0}']
+    argv = [str(TINY), "--out", str(tmp_path), "--slots", "6", "--new", "6", "--runs", "2", "--ct-cpus", "0"]
+    raw = {
+        "fast": stand_in.work_glm(bench.parse_args([*argv, *variant]), "fast"),
+        "exact": stand_in.work_glm(bench.parse_args(argv), "exact"),
+        "floor": {"decode1_tok_s": [1e6], "decode4_tok_s": [1e6]},
+        "stock-12": {"decode1_tok_s": [1.0], "decode4_tok_s": [1.0]},
+    }
+    raw = json.loads(json.dumps(raw))
+    fast, exact = raw["fast"], raw["exact"]
+    assert (fast["mode"], exact["mode"]) == ("fast", "exact")
+    assert fast["split"] == {"cpu_expert_ns": 1, "handoff_ns": 0}
+    for n in (1, 4):
+        assert len(fast[f"decode{n}_tok_s"]) == 2
+        assert fast[f"counts{n}"]["cpu_picks"] > 0
+        assert fast[f"counts{n}"]["lane_bytes"] == fast[f"counts{n}"]["cpu_bytes"]
+        assert exact[f"counts{n}"]["cpu_picks"] == 0
+        assert [layer["cpu"] for layer in fast[f"layers{n}"]["layers"]] == [1.0] * fast["moe_layers"]
+        assert [layer["cpu"] for layer in exact[f"layers{n}"]["layers"]] == [0.0] * fast["moe_layers"]
+    assert fast["mismatches"] == exact["mismatches"] == 0
+    assert set(bench.fast_bars.bars(raw)) == {
+        "fast.decode1_vs_stock", "fast.decode4_vs_stock", "fast.decode1_of_floor", "fast.decode4_of_floor",
+        "fast.decode1_vs_exact", "fast.ram_over_exact_gb", "fast.cpu_lane_gbs",
+    }  # fmt: skip
 
 
 def test_swizzled_experts_are_in_stocks_order(bench: Any) -> None:

@@ -24,8 +24,8 @@ from .loader.safetensors import SafetensorsCollection
 from .modules.block_sparse_mlp import BlockSparseMLP
 
 __all__ = [
-    "Cache", "Config", "CustomSampler", "Filter", "Generator", "Job", "Model", "SS_Argmax", "SS_LogitBias", "SS_MinP",
-    "SS_Sample", "SS_Temperature", "SS_TopK", "SS_TopP", "Tokenizer",
+    "Cache", "ComboSampler", "Config", "CustomSampler", "Filter", "Generator", "Job", "Model", "SS_Argmax",
+    "SS_LogitBias", "SS_MinP", "SS_Sample", "SS_Temperature", "SS_TopK", "SS_TopP", "Tokenizer",
 ]  # fmt: skip
 
 
@@ -147,6 +147,10 @@ class Tokenizer:
 class Filter:
     def __init__(self, tokenizer, trigger_token, prefix_str, eos_after_completed) -> None:
         self.tokenizer = tokenizer
+
+
+def ComboSampler(temperature: float = 1.0) -> CustomSampler:
+    return CustomSampler([SS_Temperature(temperature), SS_Sample()])
 
 
 class Job:
