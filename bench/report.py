@@ -126,7 +126,9 @@ def contents(results: Results) -> str:
         limits = [b["ok"] for b in map(as_bar, (result.get("bars") or {}).values()) if "ok" in b]
         style = "ok" if all(limits) else "bad"
         count = f'<span class="{style}">{sum(limits)} of {len(limits)} limits met</span>' if limits else ""
-        rows.append(f'<li><a href="#{text(name)}">{text(title_of(result))}</a> {count}</li>')
+        rows.append(
+            f'<li><a href="#{text(name)}">{text(title_of(result))}</a> <small>{text(name)}</small> {count}</li>'
+        )
     return f"<ul>{''.join(rows)}</ul>"
 
 

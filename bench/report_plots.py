@@ -96,7 +96,7 @@ def draw(plot: Plot) -> str:
         y = TOP + high - high * value / scale[-1]
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
         parts.append(f'<text x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{figure(value)}</text>')
-    parts.append(f'<text x="{LEFT - 7}" y="{TOP - 10}" text-anchor="end" class="unit">{text(plot.unit)}</text>')
+    parts.append(f'<text x="4" y="{TOP - 10}" class="unit">{text(plot.unit)}</text>')
     parts += lines(plot, high, wide, scale[-1]) if plot.kind == "lines" else columns(plot, high, wide, scale[-1])
     for i, row in enumerate(rows):
         for j, name, x in row:
@@ -195,7 +195,7 @@ def sweep_plots(raw: dict[str, Any]) -> Iterator[Plot]:
                              ("decode", "streams", "Decode, all streams together")):  # fmt: skip
         cells = raw.get(key)
         if isinstance(cells, list) and cells and "tok_s" in cells[0]:
-            names = [f"{c[axis]} {axis}" for c in cells]
+            names = [f"{c[axis]} {axis[:-1] if c[axis] == 1 else axis}" for c in cells]
             yield Plot("bars", title, "tokens/s", names, {"median": [c["tok_s"] for c in cells]})
 
 
