@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,11 +53,21 @@ async def collect(stream: Any) -> tuple[list[int], Any]:
 
 
 def ask(engine: ExllamaEngine, prompts: list[list[int]], steps: int) -> list[tuple[list[int], Any]]:
+    """Answers of requests that the engine takes all at once: their steps are the same steps."""
+    admit, all_there = engine._admit, threading.Event()
+
     async def run() -> list[tuple[list[int], Any]]:
         requests = [GenerationRequest(str(i), p, steps, sampling=GREEDY) for i, p in enumerate(prompts)]
-        return list(await asyncio.wait_for(asyncio.gather(*(collect(engine.submit(r)) for r in requests)), 60))
+        streams = [engine.submit(r) for r in requests]
+        all_there.set()
+        engine._wake.set()
+        return list(await asyncio.wait_for(asyncio.gather(*map(collect, streams)), 60))
 
-    return asyncio.run(run())
+    engine._admit = lambda: admit() if all_there.is_set() else None  # type: ignore[method-assign]
+    try:
+        return asyncio.run(run())
+    finally:
+        engine._admit = admit  # type: ignore[method-assign]
 
 
 def stock_model() -> Any:

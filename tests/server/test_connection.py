@@ -51,27 +51,27 @@ def test_what_is_not_http_gets_a_json_error_that_quotes_nothing(start: Start, se
     assert live.get("/health").status == 200
 
 
-def closed_within(s: socket.socket, seconds: float) -> float:
-    """Seconds until the other side closed. Fails if it does not in time."""
-    s.settimeout(seconds)
-    started = time.monotonic()
+def is_closed(s: socket.socket) -> None:
+    """Wait until the other side has closed. Fails if it does not in time."""
+    s.settimeout(60)
     with contextlib.suppress(ConnectionResetError):
         assert s.recv(1000) == b""
-    return time.monotonic() - started
 
 
 def test_a_connection_without_a_request_is_closed(start: Start) -> None:
-    live = start(head_timeout_s=0.3)
+    live = start(head_timeout_s=1.0)
+    started = time.monotonic()
     with live.raw(b"") as s:
-        assert closed_within(s, 5) > 0.1
+        is_closed(s)
+    assert time.monotonic() - started > 0.9
 
 
 def test_a_head_that_never_ends_is_closed_however_it_trickles(start: Start) -> None:
-    live = start(head_timeout_s=0.5)
+    live = start(head_timeout_s=1.0)
     connections = [live.raw(HEAD) for _ in range(20)]
     started = time.monotonic()
     alive = set(connections)
-    while alive and time.monotonic() < started + 10:
+    while alive and time.monotonic() < started + 60:
         for s in list(alive):
             try:
                 s.sendall(b"X-A: b\r\n")
@@ -90,24 +90,24 @@ def test_a_head_that_never_ends_is_closed_however_it_trickles(start: Start) -> N
 
 
 def test_the_limit_counts_again_for_each_request_of_a_connection(start: Start) -> None:
-    live = start(head_timeout_s=0.4)
+    live = start(head_timeout_s=1.0)
     whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     with live.raw(whole) as s:
         assert b" 200 " in s.recv(1000)
-        time.sleep(0.8)  # idle between requests: not limited
+        time.sleep(1.5)  # idle between requests: not limited
         s.sendall(whole)
         assert b" 200 " in s.recv(1000)
         s.sendall(whole[:20])
-        closed_within(s, 5)
+        is_closed(s)
 
 
 def test_a_request_may_take_longer_than_its_head(start: Start) -> None:
-    live = start({"pieces": ["a"] * 30, "end": "user", "rate": 25}, head_timeout_s=0.3)
+    live = start({"pieces": ["a"] * 30, "end": "user", "rate": 20}, head_timeout_s=1.0)
     assert live.chat().status == 200
     assert live.chat_stream().choice()["finish_reason"] == "stop"
     data = json.dumps({"messages": user("x")}).encode()
     with live.raw(HEAD + f"Content-Length: {len(data)}\r\n\r\n".encode()) as s:
         for i in range(0, len(data), 8):  # a slow body has its own limit
             s.sendall(data[i : i + 8])
-            time.sleep(0.1)
+            time.sleep(0.25)
         assert b" 200 " in s.recv(100)
