@@ -99,6 +99,9 @@ class ExpertRuntime {
     void enter_layer(int layer, const std::int64_t* picks, int n, int rows);
     void finish_prompt();
     bool in_prompt() const { return feeder_ != nullptr; }
+    // Where a long prompt's layer that was entered finds an expert: its slot, a staging buffer, or its home. Does not
+    // change before finish_prompt. std::logic_error outside of a long prompt.
+    std::uint64_t expert_address(int layer, int expert) const;
     bool has_staging() const { return staging_ != nullptr; }
     void free_staging();  // gives the buffers' memory back; not during a long prompt
 

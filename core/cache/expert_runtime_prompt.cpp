@@ -76,6 +76,15 @@ void ExpertRuntime::enter_layer(int layer, const std::int64_t* picks, int n, int
     if (layer > 0 && layer + 1 < pass_layers_) queue_layer(layer + 1);
 }
 
+std::uint64_t ExpertRuntime::expert_address(int layer, int expert) const {
+    check_layer(layer);
+    if (expert < 0 || expert >= config_.clock.experts) {
+        throw std::out_of_range("ExpertRuntime: no expert " + std::to_string(expert));
+    }
+    if (!in_prompt()) throw std::logic_error("ExpertRuntime: experts move outside of a long prompt");
+    return found(layer, expert);
+}
+
 void ExpertRuntime::finish_prompt() {
     if (!in_prompt()) return;
     feeder_->stop(compute_);

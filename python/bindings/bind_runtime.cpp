@@ -204,6 +204,8 @@ nb::class_<ExpertRuntime> bind_expert_runtime(nb::module_& m) {
             "layer"_a, "picks"_a, "n"_a, "rows"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("finish_prompt", &ExpertRuntime::finish_prompt, nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("in_prompt", &ExpertRuntime::in_prompt)
+        .def("expert_address", &ExpertRuntime::expert_address, "layer"_a, "expert"_a,
+             "Where a long prompt's layer that was entered finds an expert.")
         .def_prop_ro("has_staging", &ExpertRuntime::has_staging)
         .def("free_staging", &ExpertRuntime::free_staging)
         .def(

@@ -85,6 +85,9 @@ struct World {
         runtime->begin_prompt(stage_bytes, &compute, &copy, said);
         for (int l = 0; l < through; ++l) {
             runtime->enter_layer(l, picks.data(), experts, experts / 2);
+            for (int e = 0; e < experts; ++e) {
+                REQUIRE(runtime->expert_address(l, e) == static_cast<std::uint64_t>(at(l, e, 0)));
+            }
             REQUIRE(wrong(l) == 0);
         }
         runtime->finish_prompt();
@@ -319,11 +322,14 @@ TEST_CASE("expert runtime: misuse is refused") {
     CHECK_THROWS_AS(w.decode(0, picks), std::invalid_argument);
     CHECK_THROWS_AS(w.decode(3, {0}), std::out_of_range);
     CHECK_THROWS_AS(w.runtime->enter_layer(0, picks.data(), 1, 1), std::logic_error);
+    CHECK_THROWS_AS(w.runtime->expert_address(0, 0), std::logic_error);
     w.runtime->begin_prompt(kStride, &w.compute, &w.copy);
     CHECK_THROWS_AS(w.runtime->begin_prompt(kStride, &w.compute, &w.copy), std::logic_error);
     CHECK_THROWS_AS(w.runtime->enter_layer(1, picks.data(), 1, 1), std::logic_error);
     CHECK_THROWS_AS(w.runtime->lend(1, &w.compute), std::logic_error);
     CHECK_THROWS_AS(w.runtime->free_staging(), std::logic_error);
+    CHECK_THROWS_AS(w.runtime->expert_address(0, 4), std::out_of_range);
+    CHECK_THROWS_AS(w.runtime->expert_address(3, 0), std::out_of_range);
     w.runtime->finish_prompt();
 }
 
