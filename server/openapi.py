@@ -39,21 +39,50 @@ OBJECT: Schema = {"type": "object"}
 TEXTS: Schema = {"anyOf": [STRING, {"type": "array", "items": STRING}, {"type": "null"}]}
 IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
-SAMPLING: Schema = {
-    "temperature": _number(0, 2),
+FORMAT = _maybe({"type": "object", "properties": {"type": STRING}, "required": ["type"]})
+EFFORT = _maybe({"enum": ["none", "minimal", "low", "medium", "high", "xhigh", "max"]})
+TOOL_CHOICE: Schema = {"anyOf": [{"enum": ["auto", "none", "required"]}, OBJECT, {"type": "null"}]}
+
+DRAW: Schema = {
+    "temperature": _number(0, 100),
     "top_p": _number(0, 1),
     "top_k": _integer(-1),
     "min_p": _number(0, 1),
     "presence_penalty": _number(-2, 2),
     "frequency_penalty": _number(-2, 2),
-    "repetition_penalty": _number(0),
+    "repetition_penalty": _number(0.01, 100),
     "seed": _integer(),
+    "logit_bias": _maybe({"type": "object", "additionalProperties": {"type": "number"}}),
+    "stop_token_ids": _maybe(IDS),
+    "ignore_eos": FLAG,
+}
+"""How tokens are drawn and which end the answer: every endpoint that generates takes these."""
+
+THINKING: Schema = {
+    "reasoning_effort": EFFORT,
+    "enable_thinking": FLAG,
+    "thinking": {"anyOf": [{"type": "boolean"}, OBJECT, {"type": "null"}]},
+    "reasoning": _maybe(
+        {"type": "object", "properties": {"effort": EFFORT, "enabled": FLAG, "max_tokens": _integer(0)}}
+    ),
+    "thinking_budget": _integer(0),
+    "clear_thinking": FLAG,
+    "chat_template_kwargs": _maybe(OBJECT),
+}
+
+STREAM: Schema = {
+    "stream": FLAG,
+    "stream_options": _maybe({"type": "object", "properties": {"include_usage": FLAG}}),
+}
+
+OPENAI: Schema = {
+    **DRAW,
+    **STREAM,
     "stop": TEXTS,
     "max_tokens": _integer(-1),
-    "stream": FLAG,
+    "max_completion_tokens": _integer(-1),
     "n": _integer(1),
-    "logit_bias": _maybe({"type": "object", "additionalProperties": {"type": "number"}}),
-    "stream_options": _maybe({"type": "object", "properties": {"include_usage": FLAG}}),
+    "response_format": FORMAT,
 }
 
 PARTS: Schema = {
@@ -97,20 +126,15 @@ CHAT: Schema = {
         "model": STRING,
         "messages": {"type": "array", "items": MESSAGE, "minItems": 1},
         "tools": _maybe({"type": "array", "items": TOOL}),
-        "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required"]}, OBJECT, {"type": "null"}]},
-        "max_completion_tokens": _integer(-1),
+        "tool_choice": TOOL_CHOICE,
+        "parallel_tool_calls": FLAG,
         "logprobs": FLAG,
         "top_logprobs": _integer(0, 20),
-        "response_format": _maybe({"type": "object", "properties": {"type": STRING}, "required": ["type"]}),
-        "reasoning_effort": _maybe({"enum": ["none", "minimal", "low", "medium", "high", "xhigh", "max"]}),
-        "thinking_budget": _integer(0),
-        "enable_thinking": FLAG,
-        "chat_template_kwargs": _maybe(OBJECT),
         "add_generation_prompt": FLAG,
         "continue_final_message": FLAG,
-        "ignore_eos": FLAG,
         "prompt_progress": FLAG,
-        **SAMPLING,
+        **THINKING,
+        **OPENAI,
     },
     "required": ["messages"],
 }
@@ -122,10 +146,23 @@ COMPLETION: Schema = {
         "prompt": {"anyOf": [STRING, {"type": "array", "items": {"anyOf": [STRING, {"type": "integer"}, IDS]}}]},
         "echo": FLAG,
         "logprobs": _integer(0, 20),
-        "ignore_eos": FLAG,
-        **SAMPLING,
+        **OPENAI,
     },
     "required": ["prompt"],
+}
+
+SAMPLING_PARAMS: Schema = {
+    "type": "object",
+    "properties": {
+        **DRAW,
+        "stop": TEXTS,
+        "max_new_tokens": _integer(-1),
+        "max_tokens": _integer(-1),
+        "n": _integer(1),
+        "json_schema": {"anyOf": [STRING, OBJECT, {"type": "boolean"}, {"type": "null"}]},
+        "regex": _maybe(STRING),
+        "skip_special_tokens": FLAG,
+    },
 }
 
 GENERATE: Schema = {
@@ -133,10 +170,12 @@ GENERATE: Schema = {
     "properties": {
         "text": TEXTS,
         "input_ids": _maybe(IDS),
-        "sampling_params": _maybe({"type": "object", "properties": {**SAMPLING, "max_new_tokens": _integer(0)}}),
+        "sampling_params": _maybe(SAMPLING_PARAMS),
         "return_logprob": FLAG,
         "logprob_start_len": _integer(-1),
         "top_logprobs_num": _integer(0, 20),
+        "return_text_in_logprobs": FLAG,
+        "rid": _maybe(STRING),
         "stream": FLAG,
     },
 }
@@ -158,12 +197,12 @@ MESSAGES: Schema = {
         },
         "tools": _maybe({"type": "array", "items": OBJECT}),
         "tool_choice": _maybe(OBJECT),
-        "thinking": _maybe(OBJECT),
-        "temperature": _number(0, 1),
-        "top_p": _number(0, 1),
-        "top_k": _integer(0),
         "stop_sequences": _maybe({"type": "array", "items": STRING}),
+        "output_config": _maybe({"type": "object", "properties": {"effort": EFFORT, "format": FORMAT}}),
+        "output_format": FORMAT,
         "stream": FLAG,
+        **THINKING,
+        **DRAW,
     },
     "required": ["messages", "max_tokens"],
 }
@@ -175,18 +214,22 @@ RESPONSES: Schema = {
         "input": {"anyOf": [STRING, {"type": "array", "items": OBJECT}]},
         "instructions": _maybe(STRING),
         "tools": _maybe({"type": "array", "items": OBJECT}),
-        "reasoning": _maybe({"type": "object", "properties": {"effort": STRING}}),
-        "max_output_tokens": _integer(1),
-        "temperature": _number(0, 2),
-        "top_p": _number(0, 1),
+        "tool_choice": TOOL_CHOICE,
+        "parallel_tool_calls": FLAG,
+        "text": _maybe({"type": "object", "properties": {"format": FORMAT}}),
+        "max_output_tokens": _integer(-1),
+        "top_logprobs": _integer(0, 20),
+        "metadata": _maybe(OBJECT),
         "stream": FLAG,
+        **THINKING,
+        **DRAW,
     },
     "required": ["input"],
 }
 
 TOKENIZE: Schema = {
     "type": "object",
-    "properties": {"prompt": TEXTS, "text": TEXTS, "messages": {"type": "array", "items": MESSAGE}},
+    "properties": {**CHAT["properties"], "prompt": TEXTS, "text": TEXTS},
 }
 DETOKENIZE: Schema = {
     "type": "object",
@@ -218,6 +261,7 @@ STREAMING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/me
 ERRORS = {
     "400": "The request is malformed or cannot be served as asked",
     "401": "No valid API key",
+    "403": "From a web page that may not call",
     "404": "No such model",
     "413": "Body too large",
     "415": "Not JSON",

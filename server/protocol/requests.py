@@ -291,8 +291,11 @@ def parse_tokenize(body: Mapping[str, Any], defaults: RequestDefaults) -> Tokeni
     return TokenizeCall(tuple(texts), batch=texts is raw)
 
 
-def parse_detokenize(body: Mapping[str, Any], defaults: RequestDefaults) -> tuple[int, ...]:
-    """/detokenize: the `tokens`."""
-    if body.get("tokens") is None:
+def parse_detokenize(body: Mapping[str, Any], defaults: RequestDefaults) -> tuple[list[tuple[int, ...]], bool]:
+    """/detokenize: (each list of ids in `tokens`, given as a list of lists)."""
+    raw = body.get("tokens")
+    if raw is None:
         missing("tokens")
-    return parse_ids(body["tokens"], "tokens", defaults.vocab_size)
+    if isinstance(raw, list) and raw and isinstance(raw[0], list):
+        return [parse_ids(ids, f"tokens[{i}]", defaults.vocab_size) for i, ids in enumerate(raw)], True
+    return [parse_ids(raw, "tokens", defaults.vocab_size)], False

@@ -193,7 +193,8 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
         state = job.state
 
         def work() -> dict[str, Any]:
-            ids = parse_detokenize(parse_body(job.body), state.defaults())
-            return {"text": state.tokenizer.decode(ids).decode("utf-8", "replace")}
+            lists, batch = parse_detokenize(parse_body(job.body), state.defaults())
+            texts = [state.tokenizer.decode(ids).decode("utf-8", "replace") for ids in lists]
+            return {"text": texts if batch else texts[0]}
 
         return json_response(await state.run_sized(len(job.body), work))

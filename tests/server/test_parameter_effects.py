@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import glm53.server
+from glm53.server import openapi
 from glm53.server.protocol import anthropic, requests, responses
 from glm53.server.protocol.fields import Fields
 
@@ -27,8 +28,7 @@ EVERY_BRANCH: list[tuple[Any, dict[str, Any]]] = [
     (requests.parse_generate, {"text": "x", "return_logprob": True}),
     (requests.parse_generate, {"input_ids": [1]}),
     (requests.parse_tokenize, {"prompt": "x"}),
-    (requests.parse_tokenize, {"messages": USER}),
-    (requests.parse_detokenize, {"tokens": [1]}),
+    (requests.parse_tokenize, {"messages": USER, "stream": True}),
     (anthropic.parse_messages, {"messages": USER, "tool_choice": {"type": "auto"}}),
     (anthropic.parse_messages, {"messages": USER, "output_format": {"type": "json_schema", "schema": {}}}),
     (anthropic.parse_messages, {"messages": USER, "output_config": {"format": {"type": "json_schema", "schema": {}}}}),
@@ -36,8 +36,22 @@ EVERY_BRANCH: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-def accepted(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Every name that a parser asks a body for; /generate's `sampling_params` without their prefix."""
+REFUSED = {
+    "best_of", "functions", "function_call", "suffix", "background", "conversation", "previous_response_id", "prompt",
+}  # fmt: skip
+ROUTES = {
+    requests.parse_chat: "/v1/chat/completions",
+    requests.parse_completion: "/v1/completions",
+    requests.parse_generate: "/generate",
+    requests.parse_tokenize: "/tokenize",
+    anthropic.parse_messages: "/v1/messages",
+    responses.parse_responses: "/v1/responses",
+}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """Every name that the parser of a route asks a body for."""
     seen: set[str] = set()
     get, given = Fields.get, Fields.given
 
@@ -51,11 +65,20 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     monkeypatch.setattr(Fields, "get", recorded_get)
     monkeypatch.setattr(Fields, "given", recorded_given)
+    names: dict[str, set[str]] = {}
     for parse, body in EVERY_BRANCH:
+        seen.clear()
         parse(body, DEFAULTS)
+        names.setdefault(ROUTES[parse], set()).update(seen)
+    return names
+
+
+def accepted(asked: dict[str, set[str]]) -> set[str]:
+    """All of them, /generate's `sampling_params` without their prefix."""
+    names = {"tokens"}.union(*asked.values())
     for path in (*SERVER.glob("protocol/*.py"), *SERVER.glob("routes/*.py")):
-        seen.update(re.findall(r"\bbody\.get\(\"(\w+)\"", path.read_text(encoding="utf-8")))
-    return {name.removeprefix("sampling_params.") for name in seen} - {"sampling_params"}
+        names.update(re.findall(r"\bbody\.get\(\"(\w+)\"", path.read_text(encoding="utf-8")))
+    return {name.removeprefix("sampling_params.") for name in names} - {"sampling_params"}
 
 
 def effects() -> Iterator[tuple[str, str]]:
@@ -69,8 +92,8 @@ def effects() -> Iterator[tuple[str, str]]:
                     yield from ((ast.literal_eval(name), f"{path.stem}::{function.name}") for name in mark.args)
 
 
-def test_every_parameter_has_a_test_of_its_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    names, tested = accepted(monkeypatch), {name for name, _ in effects()}
+def test_every_parameter_has_a_test_of_its_effect(asked: dict[str, set[str]]) -> None:
+    names, tested = accepted(asked), {name for name, _ in effects()}
     assert len(names) > 70
     assert sorted(names - tested) == [], "accepted, but no test has the mark `effect` for it"
     assert sorted(tested - names) == [], "marked, but no parser asks for it"
@@ -88,3 +111,15 @@ def test_a_test_that_is_marked_speaks_of_the_parameter() -> None:
         parts += [m for m in marked.decorator_list if "pytest.mark.effect" not in ast.unparse(m)]
         text = "\n".join(ast.unparse(p) for p in parts)
         assert name.rpartition(".")[2] in text, f"{test} does not mention {name}"
+
+
+def test_the_openapi_document_has_every_parameter_and_no_other(asked: dict[str, set[str]]) -> None:
+    paths = openapi.document("m")["paths"]
+    for route, names in asked.items():
+        schema = paths[route]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
+        top = {name.partition(".")[0] for name in names}
+        allowed = set() if route == "/v1/completions" else {"prompt"} - top
+        assert top - set(schema) - REFUSED == set(), route
+        assert set(schema) - top - {"model", "prompt_progress"} - allowed == set(), route
+    inner = {n.partition(".")[2] for n in asked["/generate"] if n.startswith("sampling_params.")}
+    assert inner - set(openapi.SAMPLING_PARAMS["properties"]) - REFUSED == set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -123,4 +122,7 @@ def test_tokenize_and_detokenize_read_their_fields(start: Start) -> None:
     lists = [live.post("/tokenize", {name: "hello you"}).json["tokens"] for name in ("text", "prompt")]
     assert lists[0] == lists[1]
     assert live.post("/detokenize", {"tokens": lists[0]}).json["text"] == "hello you"
-    assert json.loads(live.post("/detokenize", {"tokens": []}).data)["text"] == ""
+    assert live.post("/detokenize", {"tokens": []}).json["text"] == ""
+    assert live.post("/detokenize", {"tokens": [lists[0], []]}).json["text"] == ["hello you", ""]
+    for bad in ([[1], 2], [1, [2]], "x", [[[1]]]):
+        assert live.post("/detokenize", {"tokens": bad}).status == 400

@@ -400,7 +400,8 @@ def test_tokenize() -> None:
     assert parse_tokenize({"messages": U}, DEFAULTS).chat.messages[0].content == "x"
     for bad in ({}, {"prompt": 3}, {"prompt": ["a", 1]}):
         refused(parse=parse_tokenize, **bad)
-    assert parse_detokenize({"tokens": [1, 2]}, DEFAULTS) == (1, 2)
+    assert parse_detokenize({"tokens": [1, 2]}, DEFAULTS) == ([(1, 2)], False)
+    assert parse_detokenize({"tokens": [[1], []]}, DEFAULTS) == ([(1,), ()], True)
     for bad in ({}, {"tokens": "a"}, {"tokens": [-1]}, {"tokens": [10**9]}):
         refused(parse=parse_detokenize, **bad)
 
