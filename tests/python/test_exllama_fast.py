@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -216,6 +217,19 @@ def test_a_lane_that_keeps_failing_leaves_exact_mode(engines: Any, cuda: Any, ca
     [(ids, finish)] = ask(engine, [[9, 10]], 6)
     assert (len(ids), finish.reason) == (6, "length")
     assert engine._loaded.runtime.stats(0)["cpu_picks"] == before
+
+
+def test_failures_that_lie_far_apart_do_not_add_up(engines: Any, cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engines()
+    now = [1000.0]
+    monkeypatch.setattr(lane, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for failure in range(lane.REBUILDS + 2):
+        now[0] += lane.WINDOW_S / (lane.REBUILDS - 0.5)
+        unserve(engine, cuda, 50)
+        assert ask(engine, [[5]], 50)[0][1].reason == "error"
+        recovered(engine, failure + 1)
+    assert engine.info.mode == "fast"
+    assert engine.stats()["split"]["rebuilds"] == lane.REBUILDS + 2
 
 
 def test_exact_mode_has_no_lane_and_no_hook_for_it(engines: Any) -> None:

@@ -3,7 +3,7 @@
 It reads the trellises in the one page-locked copy that the GPU reads too; what it adds is the scale vectors in plain
 host memory (0.45 GB for GLM-5.3-Flash).
 States of a CpuTier: made -> measured (`measure`) -> serving (`start`) -> failed (a job was not done in time, a worker
-died) -> serving again (`recover`, at most REBUILDS times) or off for good, which leaves exact mode; closed (`close`).
+died) -> serving again (`recover`) or, when that happens too often, off for good: exact mode; closed (`close`).
 Threads: the engine thread, between forward passes; `stats` from any. A lane that failed is closed on a thread of its
 own, for that waits for the worker that did not come back, and holds the memory it reads until then.
 Costs: workers of the lane spin while tokens are being decoded and sleep otherwise.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,8 @@ LANE_LIMIT_MS = 1500
 """A job that takes longer ends the lane: 10^4 times what one takes, short enough to be told within 2 s."""
 GPU_LIMIT_MS = 1900
 """The GPU gives up later, so that the lane's own verdict, which has a reason, comes first."""
-REBUILDS = 3
+REBUILDS, WINDOW_S = 3, 3600.0
+"""A lane that fails more often than that within that time is given up: something is wrong with the host."""
 _MEASURED_LAYERS = 4
 
 
@@ -107,6 +109,7 @@ class CpuTier:
         self._workers, self._hidden, self._limits_ms = Workers.of(settings), int(memory.tables[0].hidden), limits_ms
         self._runtime: Any = None
         self._rebuilds = 0
+        self._failed_s: deque[float] = deque(maxlen=REBUILDS + 1)
         self._off: str | None = None
         self._given_up = False
         self.costs: Costs | None = None
@@ -165,8 +168,9 @@ class CpuTier:
         try:
             self._runtime.detach_lane(stream)
             self._give_up_lane()
-            if self._rebuilds >= REBUILDS:
-                raise EngineError(f"it has failed {self._rebuilds + 1} times")
+            self._failed_s.append(time.monotonic())
+            if len(self._failed_s) > REBUILDS and self._failed_s[-1] - self._failed_s[0] < WINDOW_S:
+                raise EngineError(f"it failed {len(self._failed_s)} times in {WINDOW_S / 60:.0f} minutes")
             self._rebuilds += 1
             self._arena, self._lane = self._make()
             self._given_up = False
@@ -176,7 +180,7 @@ class CpuTier:
             self._give_up_lane()
             log.error("decoding goes on without the CPU lane, as in exact mode: %s (%s)", fault, e)
             return False
-        log.error("%s; the lane was made anew (%d of %d times)", fault, self._rebuilds, REBUILDS)
+        log.error("%s; the lane was made anew (for the %d. time)", fault, self._rebuilds)
         return True
 
     def _give_up_lane(self) -> None:
