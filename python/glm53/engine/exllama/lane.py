@@ -180,7 +180,7 @@ class CpuTier:
             self._give_up_lane()
             log.error("decoding goes on without the CPU lane, as in exact mode: %s (%s)", fault, e)
             return False
-        log.error("%s; the lane was made anew (for the %d. time)", fault, self._rebuilds)
+        log.error("%s; the lane was made anew (%d so far)", fault, self._rebuilds)
         return True
 
     def _give_up_lane(self) -> None:
