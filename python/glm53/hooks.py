@@ -5,6 +5,7 @@ Replaced, on instances only (no class or module of exllamav3 changes):
                                 our arenas)
   `BlockSparseMLP.routing_fn`   of every MoE layer: after the router, before the experts' kernels
   `BlockSparseMLP.forward`      of every MoE layer, in fast mode only: after the experts' kernels
+  `BlockSparseMLP.bc`           of every MoE layer: its calls that run one expert alone are bracketed
   `Model.forward`, `.prefill`   bracketed, so that a long prompt's staging can begin before its first layer
 States of a Patch: new -> installed (`install`) -> undone (`undo`). A model carries at most one patch.
 """
@@ -33,6 +34,8 @@ Route = Callable[[int, int, Routed, dict[str, Any]], None]
 """`route(moe_layer, rows, routed, params)`: moe_layer counts MoE layers from 0."""
 Combine = Callable[[int, Any], None]
 """`combine(moe_layer, out)`: out (..., hidden) float32 is the layer's output, to be added to in place."""
+Single = Callable[[int, int], AbstractContextManager[None]]
+"""`single(moe_layer, expert)` surrounds a call that runs one expert alone, through tensors of its own."""
 Bracket = Callable[[int, bool, int], AbstractContextManager[None]]
 """`bracket(tokens, decode, layers)` surrounds one forward pass over that many tokens; decode: a step of the generator,
 which continues what is in the cache; layers: MoE layers the pass runs."""
@@ -194,14 +197,40 @@ class TrellisSource:
         vars(self._stc).pop("get_tensor", None)
 
 
+class _Native:
+    """Stands for a layer's native object."""
+
+    def __init__(self, native: Any, single: Callable[[int], AbstractContextManager[None]]) -> None:
+        self._native, self._single = native, single
+        self.run_bszN = native.run_bszN  # the decode step's call takes no detour
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def run_single_expert(self, y: Any, expert: int) -> Any:
+        with self._single(expert):
+            return self._native.run_single_expert(y, expert)
+
+    def run_single_expert_dq(self, y: Any, expert: int, *buffers: Any) -> Any:
+        with self._single(expert):
+            return self._native.run_single_expert_dq(y, expert, *buffers)
+
+
 class Patch:
     """The hooks of one loaded model. Use `install` and `undo`."""
 
     def __init__(
-        self, model: Any, modules: list[Any], route: Route, bracket: Bracket, combine: Combine | None = None
+        self,
+        model: Any,
+        modules: list[Any],
+        route: Route,
+        bracket: Bracket,
+        combine: Combine | None = None,
+        *,
+        single: Single | None = None,
     ) -> None:
         self._model, self._modules, self._route, self._bracket = model, modules, route, bracket
-        self._combine = combine
+        self._combine, self._single = combine, single
         self._saved: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
@@ -213,6 +242,8 @@ class Patch:
                 self._replace(module, "routing_fn", self._routed(index, module.routing_fn))
                 if self._combine is not None:
                     self._replace(module, "forward", self._combined(index, module.forward, self._combine))
+                if self._single is not None:
+                    self._replace(module, "bc", _Native(module.bc, functools.partial(self._single, index)))
             for name, layers in (
                 ("forward", len(self._modules)),
                 ("prefill", prefill_layers(self._model, self._modules)),

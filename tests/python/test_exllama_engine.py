@@ -115,6 +115,30 @@ def test_a_prompt_brings_only_the_layers_it_runs_and_its_last_two_stay(engines: 
         assert staged == (sum(slots[layer] < 0) if layer in (layers - 3, layers - 2) else 0)
 
 
+def test_experts_that_run_alone_are_read_where_they_are_in_vram_and_lead_home_again(engines: Any) -> None:
+    engine = engines(LoadOptions(max_slots=5, stage_from=9))
+    ((ids, _),) = asyncio.run(answers(engine, PROMPTS[2:], 1))
+    assert ids == stock_answer(PROMPTS[2], 1)
+    loaded = engine._loaded
+    counts = loaded.passes.counts
+    assert counts["single_experts_in_vram"] == counts["single_experts"] > 0  # every layer was staged
+    for layer, module in zip(loaded.store.layers, hooks.moe_modules(loaded.exllamav3, loaded.model), strict=True):
+        arena, layout = loaded.store.arena(layer), loaded.store.layout
+        at_home = range(arena.address, arena.address + arena.bytes)
+        assert all(address not in at_home for _, address in module.bc.read)
+        for linears, offset in zip((module.gates, module.ups, module.downs), layout.offsets, strict=True):
+            found = [linear.inner.trellis.data_ptr() for linear in linears]
+            assert found == [arena.address + e * layout.stride + offset for e in range(loaded.store.experts)]
+
+
+def test_experts_that_run_alone_are_read_at_home_where_nothing_is_staged(engines: Any) -> None:
+    engine = engines(LoadOptions(max_slots=5, stage_from=100_000))
+    ((ids, _),) = asyncio.run(answers(engine, PROMPTS[2:], 1))
+    assert ids == stock_answer(PROMPTS[2], 1)
+    counts = engine._loaded.passes.counts
+    assert counts["single_experts"] > counts["single_experts_in_vram"] == 0
+
+
 @pytest.fixture
 def loaded(cuda: Any, tmp_path: Path) -> Iterator[Any]:
     """A loaded model without an engine: nothing happens between the passes but what a test does."""

@@ -87,6 +87,31 @@ def test_patch_calls_the_hooks_and_undo_restores_everything(exllamav3: Any) -> N
     assert len(brackets) == 2
 
 
+def test_calls_of_single_experts_are_bracketed_and_the_others_are_not(exllamav3: Any) -> None:
+    model, seen = make_model(exllamav3), []
+    native = [m.bc for m in model.moe]
+
+    @contextmanager
+    def single(layer: int, expert: int) -> Any:
+        seen.append((layer, expert))
+        yield
+
+    patch = hooks.Patch(model, model.moe, lambda *a: None, lambda *a: nullcontext(), single=single)
+    patch.install()
+    addresses: list[int] = []
+    model.moe[1].bc.run_single_expert_dq(None, 3, None, None, None, addresses)
+    assert addresses == [
+        x[3].inner.trellis.data_ptr() for x in (model.moe[1].gates, model.moe[1].ups, model.moe[1].downs)
+    ]
+    with pytest.raises(NotImplementedError):
+        model.moe[2].bc.run_single_expert(None, 5)
+    assert seen == [(1, 3), (2, 5)]
+    assert model.moe[1].bc.run_bszN == native[1].run_bszN
+    assert model.moe[1].bc.read is native[1].read
+    patch.undo()
+    assert [m.bc for m in model.moe] == native
+
+
 def test_a_patch_that_fails_half_way_is_taken_back(exllamav3: Any) -> None:
     model = make_model(exllamav3)
     original = model.moe[0].routing_fn

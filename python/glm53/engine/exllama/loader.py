@@ -40,6 +40,7 @@ from .lane import GPU_LIMIT_MS, LANE_LIMIT_MS, CpuTier, ExpertMemory, require_ke
 from .mtp import Draft
 from .passes import GB, Passes, PassSettings
 from .scales import ExpertScales
+from .single_experts import SingleExperts
 
 log = logging.getLogger(__name__)
 PAGE_TOKENS = 256
@@ -281,10 +282,11 @@ class _Loading:
         stage = min(int(settings.ec_stage_gb * GB), store.experts * store.layout.stride)
         limits = PassSettings(stage, int(settings.ec_elastic_gb * GB), reserve, self.options.stage_from)
         passes = Passes(runtime, limits, experts=store.experts, top_k=top_k, hidden=modules[0].hidden_size)
+        single = SingleExperts(runtime, modules, store.layout, passes.counts)
         if tier is None:
-            patch = Patch(model, modules, passes.route, passes.bracket)
+            patch = Patch(model, modules, passes.route, passes.bracket, single=single)
         else:
-            patch = Patch(model, modules, passes.route_split, passes.bracket, passes.combine)
+            patch = Patch(model, modules, passes.route_split, passes.bracket, passes.combine, single=single)
         patch.install()
         loaded = Loaded(
             exllamav3=self.exllamav3,

@@ -15,6 +15,7 @@ from glm53 import _core
 from .block_sparse_mlp_routing import routing_dots
 
 MAX_BSZN = 8
+ROWS_TOGETHER = 40
 PARTS = ("gate", "up", "down")
 LIMIT = 10.0
 _kernels = []
@@ -25,6 +26,25 @@ def kernels():
     if not _kernels:
         _kernels.append(_core.CpuMoe(threads=1))
     return _kernels[0]
+
+
+class BC:
+    """The native object: for an expert with many rows it looks at that expert's own tensors, not at the tables."""
+
+    def __init__(self, layer) -> None:
+        self._own = [[x.inner.trellis for x in linears] for linears in (layer.gates, layer.ups, layer.downs)]
+        self.read = []
+
+    def run_bszN(self, *args):
+        raise NotImplementedError
+
+    def run_single_expert(self, y, expert):
+        raise NotImplementedError
+
+    def run_single_expert_dq(self, y, expert, *buffers):
+        addresses = buffers[-1]  # not one of stock's: where this stand-in says what it reads
+        addresses[:] = [part[expert].data_ptr() for part in self._own]
+        self.read.append((expert, addresses[0]))
 
 
 class BlockSparseMLP:
@@ -43,11 +63,12 @@ class BlockSparseMLP:
         self.caps: dict[str, bool] = {}
 
     def load(self, device: object) -> None:
-        self.kept, self.scales, self.sizes = [], {}, {}
+        self.kept, self.scales, self.sizes, linears = [], {}, {}, []
         for part in PARTS:
             keys = [f"{self.key}.experts.{e}.{part}_proj" for e in range(self.num_experts)]
             tensors = [self.stc.get_tensor(f"{k}.trellis", device) for k in keys]
             self.kept += tensors
+            linears.append([SimpleNamespace(inner=SimpleNamespace(trellis=t)) for t in tensors])
             self.scales[part] = [[self.stc.get_tensor(f"{k}.{v}", device) for v in ("suh", "svh")] for k in keys]
             for codebook in ("mcg", "mul1"):
                 marked = [f"{k}.{codebook}" for k in keys if self.stc.has_tensor(f"{k}.{codebook}")]
@@ -56,6 +77,8 @@ class BlockSparseMLP:
             table = torch.tensor([t.data_ptr() for t in tensors], dtype=torch.long)
             setattr(self, f"multi_{part}", SimpleNamespace(ptrs_trellis=table))
         self.intermediate = self.scales["gate"][0][1].numel()
+        self.gates, self.ups, self.downs = linears
+        self.bc = BC(self)
 
     def prepare_for_device(self, x, params):
         return x
@@ -69,17 +92,21 @@ class BlockSparseMLP:
         else:
             out = torch.empty(rows, self.hidden_size)
         picks = torch.where(weights != 0, selected, -1)
-        table = self._table(sorted(set(picks.reshape(-1).tolist()) - {-1}))
+        counts = torch.bincount(picks[picks >= 0], minlength=self.num_experts).tolist()
+        alone = {e for e, n in enumerate(counts) if n > ROWS_TOGETHER and rows > MAX_BSZN}
+        table = self._table([e for e, n in enumerate(counts) if n], alone)
         for row in range(rows):
             self._row(table, y[row], picks[row], weights[row], out[row])
         out = out.view(x.shape)
         return out if out_dtype is None else out.to(out_dtype)
 
-    def _table(self, experts):
+    def _table(self, experts, alone):
         table = _core.ExpertTable(self.num_experts, self.hidden_size, self.intermediate, LIMIT)
         for e in experts:
-            for part in PARTS:
-                address = int(getattr(self, f"multi_{part}").ptrs_trellis[e])
+            addresses = [int(getattr(self, f"multi_{part}").ptrs_trellis[e]) for part in PARTS]
+            if e in alone:
+                self.bc.run_single_expert_dq(None, e, None, None, None, addresses)
+            for part, address in zip(PARTS, addresses, strict=True):
                 suh, svh = self.scales[part][e]
                 nbytes, bits = self.sizes[part]
                 table.set_address(e, part, address, nbytes, suh.data_ptr(), suh.numel() * 2, svh.data_ptr(),

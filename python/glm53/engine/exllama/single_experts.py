@@ -1,0 +1,72 @@
+"""Experts with very many rows of a prompt: exllamav3 runs each alone, and reads it through tensors of its own.
+
+Those lead to the home in host RAM, not through the address tables: with more than 512 rows (of 4,096 tokens, a handful
+of experts a layer; of 8,192, fifty) an expert would be read over PCIe once more, though it lies in a slot or a staging
+buffer. Here its three trellis tensors are led there for that call, and back. The native object holds the same tensors:
+torch's `set_` gives a tensor other storage in place, so both see it. The bytes are the same wherever they lie.
+States: led home, but during a call. Threads: the engine thread. Costs: six `set_` a call, one storage per address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ...runtime import ExpertLayout
+
+
+class _DeviceBytes:
+    """VRAM that torch did not allocate, in the form it takes as a tensor."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+        }  # fmt: skip
+
+
+def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """(nbytes,) uint8 over memory that outlives it."""
+    if device.type == "cuda":
+        return torch.as_tensor(_DeviceBytes(address, nbytes), device=device)
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+
+class SingleExperts:
+    """For `hooks.Patch`: entered around every call that runs one expert alone."""
+
+    def __init__(self, runtime: Any, modules: list[Any], layout: ExpertLayout, counts: dict[str, int]) -> None:
+        self._rt, self._layout, self._counts = runtime, layout, counts
+        self._parts = [(m.gates, m.ups, m.downs) for m in modules]
+        self._storages: dict[int, Any] = {}
+        counts |= {"single_experts": 0, "single_experts_in_vram": 0}
+
+    @contextmanager
+    def __call__(self, layer: int, expert: int) -> Iterator[None]:
+        self._counts["single_experts"] += 1
+        tensors = [linears[expert].inner.trellis for linears in self._parts[layer]]
+        home = tensors[0].data_ptr()
+        address = self._rt.expert_address(layer, expert) if self._rt.in_prompt else home
+        if address == home:
+            yield
+            return
+        self._counts["single_experts_in_vram"] += 1
+        before = [(t.untyped_storage(), t.storage_offset()) for t in tensors]
+        storage = self._storage(address, tensors[0].device)
+        try:
+            for tensor, offset in zip(tensors, self._layout.offsets, strict=True):
+                tensor.set_(storage, offset // tensor.element_size(), tensor.shape, tensor.stride())
+            yield
+        finally:
+            for tensor, (own, offset) in zip(tensors, before, strict=True):
+                tensor.set_(own, offset, tensor.shape, tensor.stride())
+
+    def _storage(self, address: int, device: torch.device) -> Any:
+        storage = self._storages.get(address)
+        if storage is None:
+            storage = bytes_at(address, self._layout.stride, device).untyped_storage()
+            self._storages[address] = storage
+        return storage
