@@ -70,9 +70,7 @@ def test_logits_and_greedy_tokens_equal_stock(ours: Ours, stock: Any) -> None:
 
 
 @pytest.mark.parametrize("threshold", [9, 10**9], ids=["always staged", "read in place"])
-def test_prompts_equal_stock_whichever_way_they_are_read(
-    ours: Ours, stock: Any, threshold: int, checkpoint: Path
-) -> None:
+def test_prompts_equal_stock_whichever_way_they_are_read(ours: Ours, stock: Any, threshold: int) -> None:
     usual, ours.passes.threshold = ours.passes.threshold, threshold
     before = dict(ours.passes.counts)
     try:
@@ -81,9 +79,8 @@ def test_prompts_equal_stock_whichever_way_they_are_read(
             assert torch.equal(logits, stock.logits[n]), n
     finally:
         ours.passes.threshold = usual
-    if checkpoint.name != "tiny":  # its layers are too narrow for exllamav3 to run an expert alone
-        alone, in_vram = (ours.passes.counts[k] - before[k] for k in ("single_experts", "single_experts_in_vram"))
-        assert alone > 0
+    alone, in_vram = (ours.passes.counts[k] - before[k] for k in ("single_experts", "single_experts_in_vram"))
+    if alone:  # an expert had more rows than exllamav3 runs together: more than 512 of the real shape
         assert (in_vram > 0) == (threshold == 9)
 
 
