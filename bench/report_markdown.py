@@ -93,11 +93,12 @@ def not_measured(missing: dict[str, Any]) -> str:
 
 
 def machine_of(result: dict[str, Any]) -> str:
-    """The machine in words; what it was doing besides is in the file."""
+    """The machine in words, and the server where one was asked; what it was doing besides is in the file."""
     machine = result["machine"]
     if not isinstance(machine, dict):
         return str(machine)
-    parts = []
+    server = result.get("server") or {}
+    parts = [f"server: {server['device']}"] if server.get("device") else []
     for key, value in machine.items():
         number = re.search(r"\d+\.\d+\.\d+", str(value))
         parts += {

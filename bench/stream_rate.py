@@ -234,6 +234,23 @@ def machine() -> dict[str, Any]:
     return {"cpu": cpu, "cpus": os.cpu_count()}
 
 
+def server_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What the server says of itself at /server_info; {} where it says nothing."""
+    url = urlsplit(args.url)
+    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+    connection = kind(url.hostname or "127.0.0.1", url.port, timeout=min(args.timeout, 30))
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    try:
+        connection.request("GET", f"{url.path.rstrip('/')}/server_info", headers=headers)
+        reply = connection.getresponse()
+        told = json.loads(reply.read()) if reply.status == 200 else {}
+    except (OSError, ValueError, http.client.HTTPException):
+        return {}
+    finally:
+        connection.close()
+    return {k: told[k] for k in ("version", "mode", "device") if k in told} if isinstance(told, dict) else {}
+
+
 def record_of(args: argparse.Namespace, argv: list[str], verdicts: list[Verdict]) -> dict[str, Any]:
     """The figures with their origin."""
     even, bend, burst = (
@@ -244,7 +261,11 @@ def record_of(args: argparse.Namespace, argv: list[str], verdicts: list[Verdict]
     return {
         "what": "delivery of streams: does text arrive at the rate it is generated",
         "machine": machine(),
-        "versions": {"python": platform.python_version()},
+        "server": (server := server_of(args)),
+        "versions": {
+            "python": platform.python_version(),
+            **({"glm53": server["version"]} if "version" in server else {}),
+        },
         "command": shlex.join(["python3", "bench/stream_rate.py", *argv]),
         "settings": {k: v for k, v in vars(args).items() if k not in ("api_key", "json")},
         "raw": {"url": args.url, "even": even, "streams": [asdict(v) for v in verdicts]},

@@ -7,8 +7,9 @@
 
 A trace is an .npz with `picks` (steps, layers, rows * k) of expert ids and, optionally, `experts` and `rows`. All slots
 are one pool for all layers. "ours" is the native object that decode steps run; the others are written here, in the
-textbook way. One JSON line per policy; `bars` holds misses per layer and step, the hit rate, the misses as multiples of
-those of the hottest experts of each layer held fixed (in hindsight), and of Belady's optimum.
+textbook way. One JSON line per policy; `raw` of "ours" has the hit rate over time, from a cold cache on; `bars` holds
+misses per layer and step, the hit rate, the misses as multiples of those of the hottest experts of each layer held
+fixed (in hindsight), and of Belady's optimum.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -34,6 +36,7 @@ from glm53 import _core
 
 Picks = npt.NDArray[np.int64]
 K = 8  # picks per row of the synthetic traces
+CURVE = 60  # points of the hit rate over time
 KNOBS = (
     "window", "max_admissions", "margin", "ref_max", "gain", "age_rows", "slow_shift", "recent_shift", "recent_weight",
 )  # fmt: skip
@@ -154,13 +157,22 @@ def replay(policy: Policy, picks: Picks, experts: int, warmup: int) -> dict[str,
 
 def replay_ours(
     picks: Picks, experts: int, slots: int, *, rows: int, warmup: int, knobs: dict[str, int]
-) -> dict[str, int]:
+) -> dict[str, Any]:
     config = _core.ClockConfig(picks.shape[1], experts, slots)
     for name, value in knobs.items():
         setattr(config, name, value)
     results = _core.ClockPolicy(config).replay(picks, rows)
     distinct, hits, admissions = results[warmup:].sum((0, 1), dtype=np.int64).tolist()
-    return {"distinct": distinct, "misses": distinct - hits, "admissions": admissions}
+    raw = {"distinct": distinct, "misses": distinct - hits, "admissions": admissions}
+    return raw | {"hit_rate": curve(results.sum(1, dtype=np.int64), rows)}
+
+
+def curve(per_step: npt.NDArray[np.int64], rows: int) -> list[list[float]]:
+    """[[tokens so far, hit rate since the last point], ...] from (distinct, hits, ...) per step, about CURVE points."""
+    width = max(1, len(per_step) // CURVE)
+    parts = [per_step[at : at + width] for at in range(0, len(per_step), width)]
+    ends = itertools.accumulate(len(part) * rows for part in parts)
+    return [[end, round(float(p[:, 1].sum() / max(1, p[:, 0].sum())), 4)] for end, p in zip(ends, parts, strict=True)]
 
 
 def replay_fixed(picks: Picks, experts: int, slots: int, warmup: int) -> dict[str, int]:
@@ -314,7 +326,7 @@ def main(argv: list[str]) -> int:
     for name in args.policy or available:
         raw = references.get(name) or available[name]()
         line = {
-            "what": f"trace_replay.{name}",
+            "what": f"expert cache on replayed routing, policy {name}",
             "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "system": platform.platform()},
             "versions": versions,
             "command": shlex.join(["python", "bench/trace_replay.py", *argv]),

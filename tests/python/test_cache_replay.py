@@ -110,7 +110,7 @@ def test_a_recorded_trace_gives_one_json_line_per_policy_whose_bars_follow_from_
     np.savez(trace, picks=picks, experts=96)
     command = [sys.executable, str(ROOT / "bench/trace_replay.py"), "--trace", str(trace), "--slots", "64"]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    lines = {line["what"].removeprefix("trace_replay."): line for line in map(json.loads, out.splitlines())}
+    lines = {line["what"].rpartition(" ")[2]: line for line in map(json.loads, out.splitlines())}
     assert {"ours", "clock", "lru", "lfu", "fixed", "belady"} <= set(lines)
     for line in lines.values():
         assert set(line) == {"what", "machine", "versions", "command", "settings", "raw", "bars"}
@@ -185,3 +185,23 @@ def test_bad_arguments_say_what_there_is(tmp_path: Path) -> None:
     assert run.returncode != 0 and "no policy is called nosuch; there are fixed, belady, ours" in run.stderr
     run = subprocess.run([*command, "--knob", "speed=9"], check=False, capture_output=True, text=True)
     assert run.returncode != 0 and "no knob is called speed; there are window" in run.stderr
+
+
+def test_the_hit_rate_over_time_is_cut_into_pieces_that_end_with_the_trace(bench: ModuleType) -> None:
+    per_step = np.array([[4, 0, 4]] * 60 + [[4, 3, 0]] * 65, np.int64)  # distinct, hits, admissions
+    points = bench.curve(per_step, rows=2)
+    assert points[0] == [4, 0.0]
+    assert points[-1] == [250, 0.75]
+    assert len(points) == 63
+    assert points[29] == [120, 0.0]
+    assert points[30] == [124, 0.75]
+
+
+def test_the_line_of_ours_has_the_hit_rate_over_time(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.main(["--synthetic", "zipf", "--slots", "30", "--steps", "120", "--experts", "32", "--policy", "ours"])
+    line = json.loads(capsys.readouterr().out)
+    shares = [share for _, share in line["raw"]["hit_rate"]]
+    assert shares[0] < 0.1  # the cache was cold
+    assert line["raw"]["hit_rate"][-1][0] == 120
+    late = shares[20:]
+    assert sum(late) / len(late) == pytest.approx(line["bars"]["hit_rate"], abs=0.02)
