@@ -16,7 +16,7 @@ import torch
 from exact_helpers import forward_logits, greedy, load_ours, prompt_ids
 
 from glm53.engine.exllama import mtp, pins
-from glm53.engine.exllama.draft_policy import DraftPolicy
+from glm53.engine.exllama.draft_policy import DraftPolicy, PolicySettings
 from glm53.engine.exllama.loader import LoadOptions, architecture
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
@@ -75,7 +75,7 @@ def stock_with_drafts(folder: Path, tokens: int) -> list[list[list[int]]]:
 
 
 class Ours:
-    def __init__(self, folder: Path, state: Path, tokens: int) -> None:
+    def __init__(self, folder: Path, state: Path, tokens: int, policy: DraftPolicy | None = None) -> None:
         import exllamav3
 
         self.exllamav3 = exllamav3
@@ -84,7 +84,7 @@ class Ours:
         self.generator = generator_of(exllamav3, loaded.model, loaded.cache, loaded.tokenizer, more)
         self.drafting = None
         if loaded.draft is not None:
-            self.drafting = mtp.Drafting(loaded.draft, Always())
+            self.drafting = mtp.Drafting(loaded.draft, policy or Always())
             self.drafting.attach(self.generator)
 
     def answers(self) -> list[list[list[int]]]:
@@ -136,6 +136,22 @@ def test_answers_differ_from_those_without_drafts_only_at_near_ties(folder: Path
                 assert abs(float(best[x[at]] - best[y[at]])) < NEAR * float(best.std()), f"token {at}"
     finally:
         plain_engine.close()
+
+
+def test_drafts_that_are_never_right_are_given_up(folder: Path, tmp_path: Path) -> None:
+    ours = Ours(folder, tmp_path, 1, DraftPolicy(PolicySettings(window=32, pairs=2)))
+    try:
+        assert ours.drafting is not None
+        prompt = prompt_ids(40, 1, ours.loaded.vocab_size)
+        for _ in range(2):
+            greedy(ours.exllamav3, ours.generator, [prompt], 400)
+        stats = ours.drafting.stats()
+        assert stats["streams"]["1"]["state"] == "off"
+        assert stats["streams"]["1"]["speedup"] < 1.0
+        greedy(ours.exllamav3, ours.generator, [prompt], 8)
+        assert not ours.drafting.stats()["attached"]
+    finally:
+        ours.close()
 
 
 def test_the_mtp_layers_experts_take_no_vram(ours: Ours) -> None:

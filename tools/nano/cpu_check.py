@@ -214,8 +214,13 @@ def main() -> int:
     del model
     print(json.dumps({"stock_vs_cpu": raw["stock_vs_cpu"], "tok_s": bars["nano.cpu_tok_s"]}), flush=True)
 
+    def keep() -> None:
+        args.out.write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n")
+
     def ask(url: str) -> None:
+        keep()
         raw["cpu_questions"] = [ask_question(url, q, t) for t in (False, True) for q in heldout.questions()]
+        keep()
         raw["cpu_tools"] = ask_tools(url)
 
     if args.url:
@@ -230,7 +235,7 @@ def main() -> int:
         "of": len(heldout.questions()),
     }
     bars["nano.tools"] = sum(t["right"] for t in raw["cpu_tools"])
-    args.out.write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n")
+    keep()
     print(json.dumps(bars, indent=1))
     return 0
 
