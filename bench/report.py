@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,10 @@ def load(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     return out
 
 
-def bars_table(bars: dict[str, Any], known: dict[str, Any]) -> str:
+def bars_table(bars: Iterable[tuple[str, Any]], known: dict[str, Any]) -> str:
     """Figures with their limits."""
     body = []
-    for name, held in ((k, as_bar(v)) for k, v in bars.items()):
+    for name, held in ((k, as_bar(v)) for k, v in bars):
         met = {True: '<td class="ok">met</td>', False: '<td class="bad">not met</td>'}.get(held.get("ok"), "<td></td>")
         says, unit = (text(known.get(name, held).get(k, "")) for k in ("says", "unit"))
         body += [
@@ -115,7 +115,7 @@ def section(name: str, result: dict[str, Any], known: dict[str, Any]) -> str:
     )
     plots = "".join(picture(p) for p in plots_of(result, name))
     parts.append(f'<div class="plots">{plots}</div>' if plots else "")
-    parts.append(bars_table(result["bars"], known) if result.get("bars") else "")
+    parts.append(bars_table(result["bars"].items(), known) if result.get("bars") else "")
     return "".join(parts) + "</section>"
 
 
@@ -134,9 +134,9 @@ def contents(results: Results) -> str:
 
 def page(results: Results, known: dict[str, Any]) -> str:
     """The HTML page: what is not met and not measured, then every result, those of a GPU first."""
-    bars = {k: as_bar(v) for _, r in results for k, v in (r.get("bars") or {}).items()}
-    limits = [b["ok"] for b in bars.values() if "ok" in b]
-    failed = {k: b for k, b in bars.items() if b.get("ok") is False}
+    bars = [(k, as_bar(v)) for _, r in results for k, v in (r.get("bars") or {}).items()]
+    limits = [b["ok"] for _, b in bars if "ok" in b]
+    failed = [(k, b) for k, b in bars if b.get("ok") is False]
     missing = "".join(
         f'<tr><td>{text(k)}</td><td class="n soft">{text(v["wanted"])}</td><td class="soft">{text(v["says"])}</td></tr>'
         for k, v in unmeasured(results, known).items()

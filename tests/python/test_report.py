@@ -174,3 +174,13 @@ def test_a_raw_figure_of_the_wrong_shape_is_named(tmp_path: Path) -> None:
     done = make(tmp_path, {**BASE, "raw": {"hit_rate": {"a": 3}}})
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     assert "r0.json" in done.stderr
+
+
+def test_a_bar_that_one_result_misses_is_not_hidden_by_another_that_meets_it(tmp_path: Path) -> None:
+    missed = {**BASE, "raw": {}, "bars": {"a.b": {"value": 7.75, "want": ">= 9", "ok": False}}}
+    met = {**BASE, "raw": {}, "bars": {"a.b": {"value": 9.25, "want": ">= 9", "ok": True}}}
+    assert make(tmp_path, missed, met).returncode == 0
+    page = (tmp_path / "page.html").read_text()
+    failed = page.split("<h2>Not met</h2>")[1].split("</section>")[0]
+    assert "7.75" in failed
+    assert "1 of 2 recorded limits" in page

@@ -21,6 +21,7 @@ import report_markdown  # noqa: E402
 KNOWN = json.loads((ROOT / "bench/bars.json").read_text())
 GIVEN = json.loads((ROOT / "bench/given.json").read_text())
 RESULTS = report.load(ROOT / "bench/results")
+EVERY = [(k, report_markdown.as_bar(b)) for _, r in RESULTS for k, b in (r.get("bars") or {}).items()]
 BARS = {k: report_markdown.as_bar(b) for _, r in RESULTS for k, b in (r.get("bars") or {}).items()}
 
 
@@ -42,7 +43,7 @@ def test_the_page_is_what_the_results_give() -> None:
 def test_the_page_says_what_is_not_met_and_what_is_not_measured() -> None:
     page = PAGE.read_text()
     head = page.split("## Figures that are no measurements")[0]
-    failed = [k for k, b in BARS.items() if b.get("ok") is False]
+    failed = [k for k, b in EVERY if b.get("ok") is False]
     for name in failed:
         assert f"| {name} |" in page.split("## Not met")[1].split("## Not measured yet")[0]
     for name in {k for k, v in KNOWN.items() if "wanted" in v} - set(BARS):
