@@ -216,6 +216,7 @@ class _Loading:
     phases: Phases
     scales: ExpertScales
     draft: Draft | None = None
+    tokenizer: Any = None
 
     def run(self, checkpoint: Checkpoint, progress: Progress) -> Loaded:
         settings, store = self.settings, self.store
@@ -224,6 +225,7 @@ class _Loading:
         tokens = max(PAGE_TOKENS, settings.cache_tokens // PAGE_TOKENS * PAGE_TOKENS)
         cache = self._cache(model, tokens)
         tensors = ExpertTensors(store, self.scales, settings.gpu)
+        self.tokenizer = self.exllamav3.Tokenizer.from_config(config)  # here the experts are being read beside it
         self.phases.end("modules")
         try:
             if settings.mtp:
@@ -292,7 +294,7 @@ class _Loading:
             exllamav3=self.exllamav3,
             model=model,
             cache=cache,
-            tokenizer=self.exllamav3.Tokenizer.from_config(config),
+            tokenizer=self.tokenizer,
             store=store,
             runtime=runtime,
             passes=passes,
