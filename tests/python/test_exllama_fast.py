@@ -27,7 +27,6 @@ SLOTS = LoadOptions(max_slots=6)
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(lane, "gpu_costs", lambda store, top_k: (400_000, 100_000))
     return use_fakes(monkeypatch)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exllama_helpers import TINY, make_settings, use_fakes
+from exllama_helpers import TINY, FakeCopies, make_settings, use_fakes
 
 from glm53 import _core, hooks
 from glm53.checkpoint import Checkpoint
@@ -273,6 +273,80 @@ def test_a_lane_is_measured_with_jobs_of_every_size(memory: ExpertMemory) -> Non
     assert lane_costs.LEAST_ROUNDS < rounds <= lane_costs.ROUNDS + 1
     assert stats["jobs"] == rounds * len(shapes)
     assert stats["picks"] == rounds * sum(n * rows for n, rows in shapes)
+
+
+def test_the_dearer_of_both_measurements_counts(memory: ExpertMemory) -> None:
+    class Timer:
+        """B rises beside copies, B_row falls."""
+
+        def measure(self, beside: Any = None) -> tuple[int, int, int]:
+            if beside is None:
+                return 20_000, 100_000, 30_000
+            beside.begin(700_000)
+            beside.end()
+            return 90_000, 120_000, 10_000
+
+    copies: Any = FakeCopies(None)
+    found = lane_costs.measure(Timer(), copies, 8)  # type: ignore[arg-type]
+    assert found == Costs(20_000, 120_000, 30_000, 500_000, lane_costs.LAUNCH_NS + 80_000)
+    assert copies.asked_ns == [700_000]
+
+
+def test_the_other_lane_is_kept_busy_during_every_job(memory: ExpertMemory) -> None:
+    arena = _core.HostArena(_core.lane_block_bytes(HIDDEN), "lane")
+    timed, copies = _core.CpuLane(memory.tables, arena, 1), FakeCopies(None)
+    LaneTimer(timed, arena, memory.tables, 4).measure(budget_s=0.1, beside=copies)
+    kinds = 5
+    assert len(copies.times_ns) == len(copies.asked_ns) == timed.stats()["jobs"] - kinds
+    assert min(copies.asked_ns) > 0
+
+
+def test_copies_are_timed_by_the_device_and_as_many_as_the_time_needs(
+    memory: ExpertMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+
+    class Event:
+        """Device time passes with each copy: 0.25 ms, half of it within VRAM."""
+
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = clock[0]
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: Event) -> float:
+            return other.at - self.at
+
+    copied: list[int] = []
+
+    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        assert non_blocking
+        copied.append(source.numel())
+        clock[0] += 0.25 if source.data_ptr() in range(*bounds) else 0.125
+        return self
+
+    arena = memory.store.arena(memory.store.layers[0])
+    bounds = (arena.address, arena.address + arena.bytes)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, device, **k: empty(*a, device="cpu", **k))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    copies = lane_costs.ExpertCopies(memory.store)
+    assert copies.alone() == 250_000
+    assert copies.within_vram() == 125_000
+    assert copies.times_ns == []
+    assert set(copied) == {memory.store.layout.stride}
+    copied.clear()
+    copies.begin(1_000_000)
+    assert len(copied) == 6
+    copies.end()
+    assert copies.times_ns == [250_000]
+    copies.begin(10**10)
+    assert len(copied) == 6 + lane_costs.MOST_COPIES
 
 
 def test_a_lane_that_fails_while_it_is_measured_is_an_error(memory: ExpertMemory) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from exllama_helpers import make_settings, use_fakes
 
-from glm53.engine.exllama import lane
 from glm53.engine.exllama.loader import LoadOptions, load
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -30,7 +29,6 @@ def soak(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def make(soak: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     use_fakes(monkeypatch)
-    monkeypatch.setattr(lane, "gpu_costs", lambda store, top_k: (400_000, 100_000))
     made: list[Any] = []
 
     def start(mode: str) -> Any:

@@ -137,11 +137,9 @@ def test_a_step_is_cut_at_the_hooks_and_left_as_it_was(
 ) -> None:
     from fast_profile import LayerClock, breakdown, table
 
-    from glm53.engine.exllama import lane
     from glm53.engine.exllama.loader import LoadOptions, load
 
     use_fakes(monkeypatch)
-    monkeypatch.setattr(lane, "gpu_costs", lambda store, top_k: (400_000, 100_000))
     settings = make_settings(tmp_path, mode=mode, ct_threads=1)
     loaded = load(settings, lambda stage, fraction: None, LoadOptions(max_slots=6))
     try:
@@ -175,11 +173,9 @@ def stand_in(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The worker's surroundings on the host device: rates and device events are made up."""
     import fast_work
 
-    from glm53.engine.exllama import lane
 
     use_fakes(monkeypatch)
     clock = Clock()
-    monkeypatch.setattr(lane, "gpu_costs", lambda store, top_k: (400_000, 100_000))
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: clock.event())
     monkeypatch.setattr(bench.gpu_exact, "link_rate", lambda loaded: 25.0)
     monkeypatch.setattr(bench.gpu_exact, "PROMPT", 20)
@@ -283,11 +279,9 @@ def test_the_lane_gets_all_cpus_but_two_unless_told(bench: Any) -> None:
 def test_counters_name_what_the_bars_are_made_of(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fast_work import counters
 
-    from glm53.engine.exllama import lane
     from glm53.engine.exllama.loader import LoadOptions, load
 
     use_fakes(monkeypatch)
-    monkeypatch.setattr(lane, "gpu_costs", lambda store, top_k: (400_000, 100_000))
     settings = make_settings(tmp_path, mode="fast", ct_threads=1, ct_a=0.0, ct_b=0.001)
     loaded = load(settings, lambda stage, fraction: None, LoadOptions(max_slots=6))
     try:

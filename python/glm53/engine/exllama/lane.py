@@ -23,7 +23,7 @@ from ...config import Settings
 from ...errors import CheckpointError, ConfigError, DeviceError, EngineError
 from ...host import Host
 from ...runtime import PARTS, PinnedExperts
-from .lane_costs import Costs, LaneTimer, gpu_costs, overridden
+from .lane_costs import Costs, ExpertCopies, LaneTimer, measure, overridden
 from .scales import ExpertScales
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class CpuTier:
         """Measure what the split needs on this lane, which then gives way to a fresh one: jobs count from 1."""
         start = time.monotonic()
         timer = LaneTimer(self._lane, self._arena, self._memory.tables[:_MEASURED_LAYERS], top_k)
-        measured = Costs(*timer.measure(), *gpu_costs(self._memory.store, top_k))
+        measured = measure(timer, ExpertCopies(self._memory.store), top_k)
         self.costs, chosen = overridden(measured, self._settings)
         self._lane.close()
         self._arena, self._lane = self._make()

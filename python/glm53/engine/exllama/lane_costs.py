@@ -5,9 +5,11 @@
            at start shall not
   B_row    what each further row of an expert costs; no more than B
   T        one expert copied to the GPU from its place in host memory, many in a row
+           B, B_row and T are measured again while both lanes are at work, for they read the same memory, and the dearer
+           value counts
   g        what the experts in VRAM keep the GPU busy for: their launches (`LAUNCH_NS`) and a token's picks read at the
            speed of a copy within VRAM; an upper bound, since some picks miss
-Times are nanoseconds. Costs: about a second at most; every job reads other experts, so that none is in a cache.
+Times are nanoseconds. Costs: a second and a half at most; every job reads other experts, so that none is in a cache.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from statistics import linear_regression
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,10 +29,10 @@ from ...config import Settings
 from ...errors import EngineError
 
 LAUNCH_NS = 15_000
-ROUNDS, LEAST_ROUNDS, BUDGET_S = 12, 3, 0.8
+ROUNDS, LEAST_ROUNDS, BUDGET_S = 12, 3, 0.6
 ROWS = 4
 """Rows of the jobs that tell B_row: what decodes together by default."""
-COPIES = 16
+COPIES, MOST_COPIES = 16, 256
 MOST_NS = 1_000_000_000
 """The split's largest constant."""
 _NS_PER_MS = 1_000_000
@@ -61,6 +63,18 @@ class Costs:
         }
 
 
+class Beside(Protocol):
+    """Work for the other lane while a job is timed."""
+
+    def begin(self, ns: int) -> None:
+        """Start what takes about that long."""
+        ...
+
+    def end(self) -> None:
+        """Wait for it."""
+        ...
+
+
 class LaneTimer:
     """Publishes jobs to a lane of its own and times them."""
 
@@ -88,20 +102,23 @@ class LaneTimer:
             raise EngineError(f"the CPU lane failed while it was measured: {why}")
         return spent
 
-    def measure(self, budget_s: float = BUDGET_S) -> tuple[int, int, int]:
-        """A, B and B_row."""
+    def measure(self, budget_s: float = BUDGET_S, beside: Beside | None = None) -> tuple[int, int, int]:
+        """A, B and B_row; `beside` keeps the other lane busy during each job."""
         most = min(self._top_k, self._experts)
         shapes = [(n, 1) for n in (0, 1, 2, 4, 8) if n < most] + [(most, 1), (most, ROWS)]
         self._lane.wake()
-        for shape in shapes:
-            self.job_ns(*shape)
+        first = {shape: self.job_ns(*shape) for shape in shapes}
         times: dict[tuple[int, int], list[int]] = {shape: [] for shape in shapes}
         start = time.monotonic()
         for done in range(ROUNDS):
             if done >= LEAST_ROUNDS and time.monotonic() - start > budget_s:
                 break
             for shape in shapes:
+                if beside is not None:
+                    beside.begin(2 * max(times[shape] or [first[shape]]))
                 times[shape].append(self.job_ns(*shape))
+                if beside is not None:
+                    beside.end()
         return fit({shape: lower_quartile(found) for shape, found in times.items()})
 
 
@@ -127,35 +144,65 @@ def fit(times: dict[tuple[int, int], float]) -> tuple[int, int, int]:
     return tuple(min(round(ns), MOST_NS) for ns in (handoff, max(each, 1.0), row))  # type: ignore[return-value]
 
 
-def _elapsed_ms(work: Any) -> float:
-    """Device time of the second of two runs of `work`."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    for _ in range(2):
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-    return float(begin.elapsed_time(end))
+class ExpertCopies:
+    """Copies of experts to the current GPU, from where they lie in the first layer's arena; timed by the device."""
+
+    def __init__(self, store: Any) -> None:
+        arena = store.arena(store.layers[0])
+        self._experts, self._stride = store.experts, store.layout.stride
+        self._source = torch.frombuffer((ctypes.c_uint8 * arena.bytes).from_address(arena.address), dtype=torch.uint8)
+        self._target, self._other = (torch.empty(self._stride, dtype=torch.uint8, device="cuda") for _ in range(2))
+        events = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._start, self._stop = events
+        self._count = 0
+        self.times_ns: list[int] = []
+        self.expert_ns = 0
+
+    def alone(self) -> int:
+        """T: ns of one copy, with nothing else going on; the first run does not count."""
+        for _ in range(2):
+            self._queue(COPIES)
+            self.end()
+        self.expert_ns = self.times_ns.pop()
+        self.times_ns.clear()
+        return self.expert_ns
+
+    def within_vram(self) -> int:
+        """ns of copying as many bytes from VRAM to VRAM."""
+        for _ in range(2):
+            self._start.record()
+            for _ in range(COPIES):
+                self._other.copy_(self._target, non_blocking=True)
+            self._stop.record()
+            self._stop.synchronize()
+        return round(float(self._start.elapsed_time(self._stop)) / COPIES * _NS_PER_MS)
+
+    def _queue(self, count: int) -> None:
+        self._count = count
+        self._start.record()
+        for i in range(count):
+            at = i * 7 % self._experts * self._stride
+            self._target.copy_(self._source[at : at + self._stride], non_blocking=True)
+        self._stop.record()
+
+    def begin(self, ns: int) -> None:
+        """Queue copies for about that long."""
+        self._queue(min(MOST_COPIES, ns // max(self.expert_ns, 1) + 2))
+
+    def end(self) -> None:
+        """Wait for them and note what one took."""
+        self._stop.synchronize()
+        self.times_ns.append(round(self._start.elapsed_time(self._stop) / self._count * _NS_PER_MS))
 
 
-def gpu_costs(store: Any, top_k: int) -> tuple[int, int]:
-    """T and g on the current GPU; the experts are read where they lie."""
-    arena, stride = store.arena(store.layers[0]), store.layout.stride
-    source = torch.frombuffer((ctypes.c_uint8 * arena.bytes).from_address(arena.address), dtype=torch.uint8)
-    target, other = (torch.empty(stride, dtype=torch.uint8, device="cuda") for _ in range(2))
-
-    def read() -> None:
-        for i in range(COPIES):
-            at = i * 7 % store.experts * stride
-            target.copy_(source[at : at + stride], non_blocking=True)
-
-    def copy() -> None:
-        for _ in range(COPIES):
-            other.copy_(target, non_blocking=True)
-
-    expert_ms, copy_ms = _elapsed_ms(read) / COPIES, _elapsed_ms(copy) / COPIES
-    times = expert_ms * _NS_PER_MS, LAUNCH_NS + top_k * copy_ms / 2 * _NS_PER_MS
-    return min(round(times[0]), MOST_NS), min(round(times[1]), MOST_NS)
+def measure(timer: LaneTimer, copies: ExpertCopies, top_k: int) -> Costs:
+    """All constants: each lane alone, then both at once."""
+    t, g = copies.alone(), LAUNCH_NS + top_k * copies.within_vram() // 2
+    a, b, row = timer.measure()
+    _, b_both, row_both = timer.measure(beside=copies)
+    t_both = round(lower_quartile(copies.times_ns or [t]))
+    b = max(b, b_both)
+    return Costs(a, b, min(max(row, row_both), b), min(max(t, t_both), MOST_NS), min(g, MOST_NS))
 
 
 def overridden(costs: Costs, settings: Settings) -> tuple[Costs, list[str]]:
