@@ -132,6 +132,20 @@ def test_tokens_are_those_without_drafts(
     assert idle(engine).verify() == []
 
 
+def test_a_verification_shares_its_misses_with_the_cpu_lane(engines: Callable[..., ExllamaEngine]) -> None:
+    """Fast mode: the rows of a verification are a decode step's rows (whose sums test_exllama_fast.py compares)."""
+    cheap = {"mode": "fast", "ct_threads": 2, "ct_a": 0.001, "ct_b": 0.001, "ct_t": 10.0, "ct_g": 0.0}
+    engine = engines(mtp=1, **cheap)
+    drafting(engine, After(), Clock())
+    answers = ask(engine, PROMPTS[:2], 24)
+    assert [len(a) for a in answers] == [24, 24]
+    loaded = idle(engine)._loaded
+    stats = loaded.runtime.stats(loaded.passes.stream)
+    assert stats["cpu_picks"] > 0
+    assert engine.stats()["mtp"]["accepted_tokens"] > 0
+    assert loaded.passes.fault() is None
+
+
 def test_a_step_never_has_more_rows_than_the_decode_kernels(engines: Callable[..., ExllamaEngine]) -> None:
     engine = engines(mtp=3)
     drafting(engine, After(), Clock())
