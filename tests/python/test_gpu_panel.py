@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cpu_engine_helpers import ROOT, checkpoint_dir, cpu_model, full_logits, random_ids
+from exllama_helpers import TINY, use_fakes
 
 BENCH = ROOT / "bench"
 
@@ -128,3 +130,73 @@ def test_every_stage_has_a_limit_and_the_report_is_a_result(bench: Any, tmp_path
     document = json.loads(out.read_text())
     assert set(document) >= {"what", "machine", "versions", "command", "settings", "raw", "bars"}
     assert list(document["bars"]) == ["panel.exact_top1", "panel.exact_kl"]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "wanted"),
+    [([False], (False, 1)), ([True, None, False], (False, 3)), ([None, True, True], (True, 3))],
+    ids=["found at once", "equal, does not run, found", "does not run, equal, equal"],
+)
+def test_other_picks_are_tried_until_the_panel_notices(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcomes: list[Any], wanted: tuple[bool, int]
+) -> None:
+    (tmp_path / "flash.pins").write_text(json.dumps({"picks": {"a": [{"key": [1], **pick(4, BV=32)}]}}))
+    monkeypatch.setattr(bench, "legal_picks", lambda: {"a": [pick(4, BV=32), pick(4, BV=64)]})
+    made, left = bench.Stages(options(tmp_path, tmp_path)), list(outcomes)
+
+    def score(case: Any, limit: float) -> None:
+        assert json.loads(case.pins.read_text())["picks"]["a"][0]["kwargs"] == {"BV": 64}
+        outcome = left.pop(0)
+        if outcome is None:
+            raise RuntimeError("out of shared memory")
+        (tmp_path / "wrong-picks.json").write_text(json.dumps({"met": outcome}))
+
+    monkeypatch.setattr(made, "score", score)
+    made.wrong_picks("wrong-picks", 60.0)
+    assert json.loads((tmp_path / "wrong-picks.json").read_text()) == {"met": wanted[0], "sets_tried": wanted[1]}
+
+
+def test_other_picks_of_which_none_runs_are_an_error(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flash.pins").write_text(json.dumps({"picks": {}}))
+    monkeypatch.setattr(bench, "legal_picks", dict)
+    made = bench.Stages(options(tmp_path, tmp_path))
+
+    def fails(case: Any, limit: float) -> None:
+        raise RuntimeError("out of shared memory")
+
+    monkeypatch.setattr(made, "score", fails)
+    with pytest.raises(RuntimeError, match="out of shared memory"):
+        made.wrong_picks("wrong-picks", 60.0)
+
+
+def test_a_panel_is_made_from_the_stand_in_for_stock(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of make_ref_panel.py that needs a GPU: windows of the documents, one pass each, the picks written."""
+    import make_ref_panel
+
+    from glm53.engine.exllama import pins
+
+    use_fakes(monkeypatch)
+    import exllamav3
+
+    monkeypatch.setattr(exllamav3.Config, "infer_params", argparse.Namespace(), raising=False)
+    seen: list[Any] = []
+    monkeypatch.setattr(pins, "write_pins", lambda *a: seen.append(a))
+    monkeypatch.setattr(make_ref_panel, "version", lambda name: "0")
+    out, picks = tmp_path / "p.json", tmp_path / "pins.json"
+    arguments = ["--model", str(TINY), "--out", str(out), "--prompts", "3", "--tokens", "40", "--fewest", "100"]
+    monkeypatch.setattr("sys.argv", ["make_ref_panel.py", *arguments, "--write-pins", str(picks)])
+    assert make_ref_panel.main() == 0
+    panel = json.loads(out.read_text())
+    assert seen == [(picks, "sm_00", "0", "0")]
+    assert panel["positions"] == 3 * 41
+    assert {len(p["ids"]) for p in panel["prompts"]} == {42}
+    assert all(len(top) == make_ref_panel.TOP_K for p in panel["prompts"] for top in p["top"])
+    first = panel["prompts"][0]
+    model = exllamav3.Model.from_config(exllamav3.Config.from_directory(str(TINY)))
+    model.load()
+    logits = model.forward(torch.tensor([first["ids"]]))[0].float().numpy()
+    assert first["top"] == make_ref_panel.top_of(logits[:-1], 2084)
