@@ -140,7 +140,6 @@ __global__ void __launch_bounds__(kAddThreads) add_kernel(LaneStepView v, int ro
         }
     }
     __syncthreads();
-    if (threadIdx.x == 0) v.state->pending = 0;
     if (verdict != LaneVerdict::kOk) return;
     const auto* sum = reinterpret_cast<const float4*>(slot.result);
     const int all = rows * v.hidden / 4;

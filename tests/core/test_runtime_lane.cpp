@@ -4,3 +4,7 @@
 std::shared_ptr<glm53::Device> make_test_device() {
     return glm53::make_host_device();
 }
+
+int soak_steps() {
+    return 2000;
+}
