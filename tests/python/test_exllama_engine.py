@@ -149,6 +149,18 @@ def loaded(cuda: Any, tmp_path: Path) -> Iterator[Any]:
     made.close()
 
 
+def test_the_models_objects_are_left_out_of_collections_until_it_is_closed(cuda: Any, tmp_path: Path) -> None:
+    gc.unfreeze()
+    made = load(make_settings(tmp_path), lambda stage, fraction: None, LoadOptions(max_slots=8))
+    try:
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 1000
+        assert not any(x is made.model.moe[0] for x in gc.get_objects())
+    finally:
+        made.close()
+    assert gc.get_freeze_count() == 0
+
+
 def lend(loaded: Any) -> int:
     """A long prompt's borrowing; the slots that are lent then."""
     loaded.passes._make_room(10**6, 0)

@@ -113,6 +113,7 @@ class Loaded:
             self.draft.close()
         for name in ("patch", "passes", "tier", "draft", "runtime", "cache", "model", "tokenizer", "store"):
             setattr(self, name, None)
+        gc.unfreeze()
         torch.cuda.empty_cache()
 
 
@@ -169,26 +170,32 @@ def _open_both(settings: Settings, phases: Phases) -> tuple[Any, Path | None, Ch
 
 def load(settings: Settings, progress: Progress, options: LoadOptions | None = None) -> Loaded:
     """Load `settings.model_dir`. Raises DeviceError, CheckpointError, ResourceError, ConfigError, EngineError."""
-    phases = Phases()
     with quiet_gc():
-        device, pinned, opened = _open_both(settings, phases)
-        with opened as checkpoint:
-            store = PinnedExperts(checkpoint, device, progress)  # reads on beside all that follows
-            scales = ExpertScales(checkpoint, store.layers)  # so does this
-            phases.end("headers")
-            try:
-                progress("exllamav3", 0.0)
-                exllamav3 = import_exllamav3()
-                if pinned is not None:
-                    pins.apply_pins(pinned, architecture(settings.gpu))
-                phases.end("exllamav3")
-                loading = _Loading(settings, options or LoadOptions(), exllamav3, store, device, phases, scales)
-                return loading.run(checkpoint, progress)
-            except BaseException:
-                store.abandon()
-                raise
-            finally:
-                scales.abandon()
+        loaded = _load(settings, progress, options or LoadOptions())
+    gc.freeze()  # until `close`: a collection would stop all threads for half a second to walk the model's objects
+    return loaded
+
+
+def _load(settings: Settings, progress: Progress, options: LoadOptions) -> Loaded:
+    phases = Phases()
+    device, pinned, opened = _open_both(settings, phases)
+    with opened as checkpoint:
+        store = PinnedExperts(checkpoint, device, progress)  # reads on beside all that follows
+        scales = ExpertScales(checkpoint, store.layers)  # so does this
+        phases.end("headers")
+        try:
+            progress("exllamav3", 0.0)
+            exllamav3 = import_exllamav3()
+            if pinned is not None:
+                pins.apply_pins(pinned, architecture(settings.gpu))
+            phases.end("exllamav3")
+            loading = _Loading(settings, options, exllamav3, store, device, phases, scales)
+            return loading.run(checkpoint, progress)
+        except BaseException:
+            store.abandon()
+            raise
+        finally:
+            scales.abandon()
 
 
 def slot_count(free: int, *, reserve: int, slot_bytes: int, entries: int, top_k: int, limit: int | None) -> int:
