@@ -261,7 +261,7 @@ def test_openapi_lists_every_route(start: Start) -> None:
 
 
 def test_the_log_has_one_line_a_request_and_no_text_of_it(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "glm53.server")
     live = start(api_keys=("topsecret",))
     headers = {"Authorization": "Bearer topsecret", "Content-Type": "application/json"}
     live.post(CHAT, {"messages": user("privatewords"), "temperature": "privatewords" * 1000}, headers)

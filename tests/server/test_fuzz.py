@@ -19,7 +19,7 @@ ANSWER = {"pieces": ["hm", "</think>", "ok"], "end": "user"}
 
 def test_schemathesis_finds_no_server_error(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     schemathesis = pytest.importorskip("schemathesis")
-    logging.getLogger("glm53.server").setLevel(logging.ERROR)
+    caplog.set_level(logging.ERROR, "glm53.server")
     live = start(ANSWER, max_streams=8)
     schema = schemathesis.openapi.from_url(live.url + "/openapi.json")
     seen: Counter[int] = Counter()

@@ -31,6 +31,8 @@ LANE_LIMIT_MS = 1500
 """A job that takes longer ends the lane: 10^4 times what one takes, short enough to be told within 2 s."""
 GPU_LIMIT_MS = 1900
 """The GPU gives up later, so that the lane's own verdict, which has a reason, comes first."""
+_MEASURE_LIMIT_MS = 4500
+"""Limit of the lane that is only measured: a start on a busy host need not fail, since no answer waits for it."""
 REBUILDS, WINDOW_S = 3, 3600.0
 """A lane that fails more often than that within that time is given up: something is wrong with the host."""
 _MEASURED_LAYERS = 4
@@ -113,14 +115,15 @@ class CpuTier:
         self._off: str | None = None
         self._given_up = False
         self.costs: Costs | None = None
-        self._arena, self._lane = self._make()
+        self._arena, self._lane = self._make(_MEASURE_LIMIT_MS)
 
-    def _make(self) -> tuple[Any, Any]:
+    def _make(self, limit_ms: int = 0) -> tuple[Any, Any]:
         arena = _core.HostArena(_core.lane_block_bytes(self._hidden), "CPU lane", self._device)
         workers, isa = self._workers, self._settings.isa or "auto"
         cpus = None if workers.cpus is None else list(workers.cpus)
+        limit_ms = limit_ms or self._limits_ms[0]
         try:
-            lane = _core.CpuLane(self._memory.tables, arena, workers.threads, cpus, isa, limit_ms=self._limits_ms[0])
+            lane = _core.CpuLane(self._memory.tables, arena, workers.threads, cpus, isa, limit_ms=limit_ms)
         except ValueError as e:
             raise ConfigError(f"the CPU lane cannot be made with ct_cpus, ct_threads, isa as they are: {e}") from None
         return arena, lane
