@@ -37,7 +37,7 @@ LIMITS = {
     "floor": 75.0,
     "fast": 150.0,
     "exact": 120.0,
-    "stock": 75.0,
+    "stock": 110.0,
     "kernel": 60.0,
     "kl": 200.0,
     "kl2": 200.0,
