@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "queued_lane_cases.h"
+#include "runtime_device_cases.h"
 #include "runtime_lane_cases.h"
 
 std::shared_ptr<glm53::Device> make_test_device() {

@@ -1,4 +1,5 @@
 // The CPU lane of an ExpertRuntime on the host device.
+#include "runtime_device_cases.h"
 #include "runtime_lane_cases.h"
 
 std::shared_ptr<glm53::Device> make_test_device() {
