@@ -23,6 +23,7 @@ from glm53.engine.exllama.loader import quiet_gc
 from glm53.engine.exllama.passes import activation_bytes, stage_threshold
 from glm53.engine.exllama.sampling import make_filter, make_sampler, penalise
 from glm53.engine.exllama.scales import ExpertScales
+from glm53.engine.exllama.single_experts import SingleExperts
 from glm53.engine.protocol import SamplingParams
 from glm53.errors import CheckpointError, ConfigError, DeviceError, EngineError
 from glm53.runtime import PARTS, PinnedExperts
@@ -110,6 +111,29 @@ def test_calls_of_single_experts_are_bracketed_and_the_others_are_not(exllamav3:
     assert model.moe[1].bc.read is native[1].read
     patch.undo()
     assert [m.bc for m in model.moe] == native
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, nullcontext])
+def test_tensors_loaded_in_inference_mode_are_led_away_and_back_in_any(exllamav3: Any, mode: Any) -> None:
+    elsewhere = torch.arange(1 << 20, dtype=torch.int32)  # memory of another owner
+    with Checkpoint.open(TINY) as checkpoint, torch.inference_mode():
+        store, made = loading_tensors(exllamav3, checkpoint)
+        layer = store.layers[0]
+        parts = [[made.tensor(layer, e, part, "trellis") for e in range(store.experts)] for part in PARTS]
+        store.finish()
+    linears = [[SimpleNamespace(inner=SimpleNamespace(trellis=t)) for t in part] for part in parts]
+    module = SimpleNamespace(gates=linears[0], ups=linears[1], downs=linears[2])
+    runtime = SimpleNamespace(in_prompt=True, expert_address=lambda layer, expert: elsewhere.data_ptr() + 512)
+    counts: dict[str, int] = {}
+    single = SingleExperts(runtime, [module], store.layout, counts)
+    own = [part[3] for part in parts]
+    home, bits = [t.data_ptr() for t in own], [t.clone() for t in own]
+    with pytest.raises(ZeroDivisionError), mode(), single(0, 3):
+        assert [t.data_ptr() for t in own] == [elsewhere.data_ptr() + 512 + at for at in store.layout.offsets]
+        raise ZeroDivisionError
+    assert [t.data_ptr() for t in own] == home
+    assert all(torch.equal(t, b) for t, b in zip(own, bits, strict=True))
+    assert counts == {"single_experts": 1, "single_experts_in_vram": 1}
 
 
 def test_a_patch_that_fails_half_way_is_taken_back(exllamav3: Any) -> None:

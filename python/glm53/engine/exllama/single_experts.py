@@ -35,6 +35,12 @@ def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
+@torch.inference_mode()  # exllamav3 loads in this mode, and such tensors change in no other
+def _lead(tensors: list[torch.Tensor], places: list[tuple[Any, int]]) -> None:
+    for tensor, (storage, offset) in zip(tensors, places, strict=True):
+        tensor.set_(storage, offset, tensor.shape, tensor.stride())
+
+
 class SingleExperts:
     """For `hooks.Patch`: entered around every call that runs one expert alone."""
 
@@ -56,13 +62,12 @@ class SingleExperts:
         self._counts["single_experts_in_vram"] += 1
         before = [(t.untyped_storage(), t.storage_offset()) for t in tensors]
         storage = self._storage(address, tensors[0].device)
+        there = [(storage, at // t.element_size()) for t, at in zip(tensors, self._layout.offsets, strict=True)]
         try:
-            for tensor, offset in zip(tensors, self._layout.offsets, strict=True):
-                tensor.set_(storage, offset // tensor.element_size(), tensor.shape, tensor.stride())
+            _lead(tensors, there)
             yield
         finally:
-            for tensor, (own, offset) in zip(tensors, before, strict=True):
-                tensor.set_(own, offset, tensor.shape, tensor.stride())
+            _lead(tensors, before)
 
     def _storage(self, address: int, device: torch.device) -> Any:
         storage = self._storages.get(address)
