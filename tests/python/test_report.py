@@ -184,3 +184,11 @@ def test_a_bar_that_one_result_misses_is_not_hidden_by_another_that_meets_it(tmp
     failed = page.split("<h2>Not met</h2>")[1].split("</section>")[0]
     assert "7.75" in failed
     assert "1 of 2 recorded limits" in page
+
+
+@pytest.mark.parametrize("gone", ["link_gb_s", "misses4", "misses1", "decode4_tok_s", "prefill_8192_s", "moe_layers"])
+def test_a_run_that_ended_early_is_drawn_as_far_as_it_came(gone: str) -> None:
+    ours = {k: v for k, v in SIDES["ours"].items() if k != gone}
+    for floor in (SIDES["floor"], {"timed_out": True, "limit_s": 60.0}):
+        found = plots({**SIDES, "ours": ours, "floor": floor})
+        assert "Decode against stock, all streams together" in found
