@@ -127,11 +127,13 @@ def both_rates(loaded: Any, cpus: tuple[int, ...]) -> dict[str, float]:
     def reader(index: int, cpu: int) -> None:
         os.sched_setaffinity(threading.get_native_id(), {cpu})
         array = arrays[index % len(arrays)]
-        at = index * 7919 * piece % (array.size - piece)
+        last = max(1, array.size - piece)
+        at = index * 7919 * piece % last
         while not stop.is_set():
-            array[at : at + piece].sum()
-            read[index] += piece * 8
-            at = (at + piece) % (array.size - piece)
+            part = array[at : at + piece]
+            part.sum()
+            read[index] += part.nbytes
+            at = (at + piece) % last
 
     threads = [threading.Thread(target=reader, args=(i, c)) for i, c in enumerate(cpus)]
     first = store.arena(store.layers[0])

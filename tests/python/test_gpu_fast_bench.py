@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -173,7 +174,6 @@ def stand_in(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The worker's surroundings on the host device: rates and device events are made up."""
     import fast_work
 
-
     use_fakes(monkeypatch)
     clock = Clock()
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: clock.event())
@@ -208,6 +208,26 @@ def test_both_modes_are_measured_whole_and_make_bars(bench: Any, stand_in: Any, 
         "fast.decode1_vs_stock", "fast.decode4_vs_stock", "fast.decode1_of_floor", "fast.decode4_of_floor",
         "fast.decode1_vs_exact", "fast.ram_over_exact_gb", "fast.cpu_lane_gbs",
     }  # fmt: skip
+
+
+def test_both_lanes_are_timed_at_once(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fast_work
+
+    from glm53.engine.exllama.loader import LoadOptions, load
+
+    use_fakes(monkeypatch)
+    monkeypatch.setattr(fast_work, "RATE_SECONDS", 0.1)
+    loaded = load(make_settings(tmp_path), lambda stage, fraction: None, LoadOptions(max_slots=6))
+    try:
+        stride, empty, copied = loaded.store.layout.stride, torch.empty, []
+        monkeypatch.setattr(torch, "empty", lambda *a, device, **k: empty(*a, device="cpu", **k))
+        monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other, **k: copied.append(other.numel()))
+        found = fast_work.both_rates(loaded, tuple(sorted(os.sched_getaffinity(0)))[:1])
+    finally:
+        loaded.close()
+    assert set(copied) == {stride}
+    assert found["copy_gb_s"] == pytest.approx(sum(copied) / found["seconds"] / 1e9)
+    assert 0 < found["cpu_gb_s"] < 500
 
 
 def test_swizzled_experts_are_in_stocks_order(bench: Any) -> None:
