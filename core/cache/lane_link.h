@@ -2,10 +2,10 @@
 // cuda/lane_step.h do the work; on the host device the calling thread does, through a LanePublisher.
 //
 // States    open -> ended, for good, with the first job whose verdict is not kOk: nothing is published any more.
-//           Its sum is due from a step to add or drop. At most one is: a new step drops it first.
+//           From a step to add or drop its sum is due; a new step drops one that still is.
 // Threads   the runtime's; verdict() from any thread.
-// Costs     512 KiB are the lane's own (its arena); here a page of pinned memory and 100 bytes on the device. On CUDA
-//           nothing waits but the constructor, set_split, counts and close. On the host add waits for the sum.
+// Costs     an arena of the least size for one word of status, 100 bytes on the device. On CUDA nothing waits but the
+//           constructor, set_split, counts and close. On the host add waits for the sum.
 #pragma once
 #include <chrono>
 #include <cstdint>
