@@ -135,9 +135,10 @@ _BETWEEN = (
 
 
 def verify_split(modules: list[Any], limit: float) -> None:
-    """Check that another lane may compute some of a layer's picks: that its kernels leave out a pick whose weight is 0,
-    that the experts read what the router read, and that nothing but additions follows the routed sum. `limit`: the
-    SwiGLU clamp of the checkpoint. Raises EngineError naming the layer."""
+    """Check that another lane may compute some of a layer's picks: that the experts read what the router read, and that
+    nothing but additions follows the routed sum. `limit`: the SwiGLU clamp of the checkpoint. Raises EngineError naming
+    the layer. Relied on beside that: the decode kernels of this version (`slot_info` in exl3_moe_coop_kernel.cuh) leave
+    out a pick whose weight is 0, read no byte of its expert, and still write a row that has no other pick."""
     for m in modules:
         extra = next((name for name in _BETWEEN if getattr(m, name, None) is not None), None)
         if extra or m.alt_residual_channel or m.tp_reduce:
