@@ -219,6 +219,7 @@ RESPONSES: Schema = {
         "text": _maybe({"type": "object", "properties": {"format": FORMAT}}),
         "max_output_tokens": _integer(-1),
         "top_logprobs": _integer(0, 20),
+        "include": _maybe({"type": "array", "items": STRING}),
         "metadata": _maybe(OBJECT),
         "stream": FLAG,
         **THINKING,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -86,15 +86,15 @@ def timings(usage_: StreamUsage) -> dict[str, Any]:
 
 
 def chat_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> orjson.Fragment:
-    """`logprobs.content` of the Chat Completions API; `bytes` tells what half a character's token really is."""
-    entries = (
-        {
-            **_entry(token.data, token.logprob),
-            "top_logprobs": [_entry(tokenizer.token_bytes(i), logprob) for i, logprob in token.top],
-        }
-        for token in tokens
-    )
-    return JsonList(entries).fragment()
+    """`logprobs.content` of the Chat Completions API."""
+    return JsonList(token_logprobs(tokens, tokenizer)).fragment()
+
+
+def token_logprobs(tokens: Iterable[Token], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """OpenAI's entry for each token; `bytes` tells what half a character's token really is."""
+    for token in tokens:
+        alternatives = [_entry(tokenizer.token_bytes(i), logprob) for i, logprob in token.top]
+        yield {**_entry(token.data, token.logprob), "top_logprobs": alternatives}
 
 
 def _entry(data: bytes, logprob: float | None) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def parse_responses(body: Mapping[str, Any], defaults: RequestDefaults) -> Respo
         ignore_eos=f.boolean("ignore_eos"),
         stream=f.boolean("stream"),
         include_usage=True,
-        top_logprobs=f.integer("top_logprobs", 0, MAX_LOGPROBS) or None,
+        top_logprobs=_logprobs(f),
         response_format=parse_response_format(f.fields("text"), "format"),
     )
     chat = ChatCall(
@@ -82,6 +82,14 @@ def parse_responses(body: Mapping[str, Any], defaults: RequestDefaults) -> Respo
         template_kwargs=f.fields("chat_template_kwargs").raw,
     )
     return ResponsesCall(chat, _echo(f, chat), custom)
+
+
+def _logprobs(f: Fields) -> int | None:
+    """`include` asks for those of the drawn tokens, `top_logprobs` above 0 for alternatives too."""
+    include = f.get("include")
+    asked = isinstance(include, list) and "message.output_text.logprobs" in include
+    top = f.integer("top_logprobs", 0, MAX_LOGPROBS) or 0
+    return top if asked or top else None
 
 
 def _echo(f: Fields, chat: ChatCall) -> dict[str, Any]:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from glm53.engine.protocol import Token
 
 from .events import (
     Answer,
@@ -31,12 +33,15 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex[:24]}"
 
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+Scores = list[dict[str, Any]]
 
 
-def _message_item(item_id: str, text: str | None, status: str) -> dict[str, Any]:
-    content = [] if text is None else [_text_part(text)]
+def _text_part(text: str, scores: Scores) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
+
+
+def _message_item(item_id: str, text: str | None, status: str, scores: Scores) -> dict[str, Any]:
+    content = [] if text is None else [_text_part(text, scores)]
     return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
@@ -46,9 +51,12 @@ def _reasoning_item(item_id: str, text: str | None, status: str) -> dict[str, An
 
 
 class ResponsesReply:
-    """One reply. Call `whole`, or `begin`, `events` for each batch, and `end`."""
+    """One reply. Call `whole`, or `begin`, `events` for each batch, and `end`. `logprobs` words those of tokens; it is
+    asked only if the call wants them."""
 
-    def __init__(self, model: str, created: int, call: ResponsesCall) -> None:
+    def __init__(
+        self, model: str, created: int, call: ResponsesCall, logprobs: Callable[[Sequence[Token]], Scores] | None = None
+    ) -> None:
         self._head = {"id": _new_id("resp"), "object": "response", "created_at": created, "model": model}
         self._call = call
         self._sequence = 0
@@ -58,6 +66,8 @@ class ResponsesReply:
         self._item_id = ""
         self._pending: Call | None = None
         self._texts: list[str] = []
+        self._logprobs = logprobs
+        self._scores: Scores = []
 
     # -- whole ---------------------------------------------------------------------------------------------------
 
@@ -73,7 +83,7 @@ class ResponsesReply:
         if isinstance(part, ReasoningText):
             return _reasoning_item(_new_id("rs"), part.text, "completed")
         if isinstance(part, ContentText):
-            return _message_item(_new_id("msg"), part.text, "completed")
+            return _message_item(_new_id("msg"), part.text, "completed", self._scores_of(part))
         return self._call_item(_new_id("fc"), part, "completed")
 
     def _response(self, output: list[dict[str, Any]], done: Done | None, counts: TokenCounts | None) -> dict[str, Any]:
@@ -88,6 +98,11 @@ class ResponsesReply:
             "output": output,
             "usage": counts.responses() if counts else None,
         }
+
+    def _scores_of(self, text: ContentText) -> Scores:
+        if self._logprobs is None or self._call.chat.decoding.top_logprobs is None:
+            return []
+        return self._logprobs(text.tokens)
 
     def _call_item(self, item_id: str, call: Call, status: str) -> dict[str, Any]:
         head = {"id": item_id, "call_id": call.id, "name": call.name, "status": status}
@@ -125,7 +140,9 @@ class ResponsesReply:
         if isinstance(event, ContentText):
             start = self._enter("message", "msg")
             self._texts.append(event.text)
-            return start + self._part_event("response.output_text.delta", delta=event.text, logprobs=[])
+            scores = self._scores_of(event)
+            self._scores += scores
+            return start + self._part_event("response.output_text.delta", delta=event.text, logprobs=scores)
         if isinstance(event, ReasoningText):
             start = self._enter("reasoning", "rs")
             self._texts.append(event.text)
@@ -156,12 +173,12 @@ class ResponsesReply:
             "response.output_item.added", output_index=len(self._output), item=self._item("in_progress", None)
         )
         if kind == "message":
-            added += self._part_event("response.content_part.added", part=_text_part(""))
+            added += self._part_event("response.content_part.added", part=_text_part("", []))
         return closed + added
 
     def _item(self, status: str, text: str | None) -> dict[str, Any]:
         if self._kind == "message":
-            return _message_item(self._item_id, text, status)
+            return _message_item(self._item_id, text, status, self._scores)
         if self._kind == "reasoning":
             return _reasoning_item(self._item_id, text, status)
         assert self._pending is not None
@@ -178,14 +195,15 @@ class ResponsesReply:
         self._output.append(item)
         self._kind = ""
         self._texts.clear()
+        self._scores = []
         self._pending = None
         return frames
 
     def _ending(self, text: str, item: dict[str, Any]) -> bytes:
         """Events that repeat the whole text of the open item."""
         if self._kind == "message":
-            done = self._part_event("response.output_text.done", text=text, logprobs=[])
-            return done + self._part_event("response.content_part.done", part=_text_part(text))
+            done = self._part_event("response.output_text.done", text=text, logprobs=self._scores)
+            return done + self._part_event("response.content_part.done", part=_text_part(text, self._scores))
         if self._kind == "reasoning":
             return self._part_event("response.reasoning_text.done", text=text)
         if self._custom():

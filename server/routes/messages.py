@@ -27,7 +27,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
         reply = MessagesReply(job.state.options.served_name)
         if not work.call.decoding.stream:
             [answer] = await gather(job, choices)
-            return json_response(reply.whole(answer, counts(choices[0])))
+            return await job.state.run_on_thread(lambda: json_response(reply.whole(answer, counts(choices[0]))))
 
         def write(choice: Choice, events: list[Event]) -> bytes:
             return reply.events(events)

@@ -15,7 +15,7 @@ from ..protocol.body import parse_body
 from ..protocol.events import Event
 from ..protocol.responses import ResponsesCall, parse_responses
 from ..protocol.responses_reply import ResponsesReply
-from ..wire import counts
+from ..wire import counts, token_logprobs
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
@@ -30,10 +30,12 @@ async def responses(request: web.Request) -> web.StreamResponse:
         call, work = await state.run_sized(len(job.body), prepare)
         await constrain(state, work)
         choices = submit(job, work.works, work.call.decoding)
-        reply = ResponsesReply(state.options.served_name, int(time.time()), call)
+        reply = ResponsesReply(
+            state.options.served_name, int(time.time()), call, lambda tokens: [*token_logprobs(tokens, state.tokenizer)]
+        )
         if not work.call.decoding.stream:
             [answer] = await gather(job, choices)
-            return json_response(reply.whole(answer, counts(choices[0])))
+            return await state.run_on_thread(lambda: json_response(reply.whole(answer, counts(choices[0]))))
 
         def write(choice: Choice, events: list[Event]) -> bytes:
             return reply.events(events)

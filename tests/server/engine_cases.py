@@ -246,6 +246,24 @@ def test_chat_logprobs_cover_the_content(live: LiveServer) -> None:
         assert entry["logprob"] == top[0] <= 0
 
 
+@pytest.mark.effect("top_logprobs", "include")
+def test_responses_logprobs_are_those_of_the_chat_route(live: LiveServer) -> None:
+    sampling = {"temperature": 0, "ignore_eos": True, **OFF}
+    chat = live.chat({"max_tokens": 4, "logprobs": True, "top_logprobs": 2, **sampling}).json["choices"][0]
+    asked = {"input": "hi", "max_output_tokens": 4, **sampling}
+    include = {"include": ["message.output_text.logprobs"]}
+    found = []
+    for more in ({}, {"top_logprobs": 2}, include):
+        [item] = live.post("/v1/responses", {**asked, **more}).json["output"]
+        found.append(item["content"][0]["logprobs"])
+        events = live.stream("/v1/responses", {**asked, **more}).events
+        deltas = [s for e in events if e["type"] == "response.output_text.delta" for s in e["logprobs"]]
+        assert deltas == found[-1] == events[-1]["response"]["output"][0]["content"][0]["logprobs"]
+    assert found[0] == []
+    assert found[1] == chat["logprobs"]["content"]
+    assert found[2] == [{**entry, "top_logprobs": []} for entry in found[1]]
+
+
 # ---- conversations ----
 
 
