@@ -115,7 +115,9 @@ def work_soak(args: argparse.Namespace) -> dict[str, Any]:
     values: dict[str, Any] = {"model_dir": Path(args.checkpoint), "mode": "fast", "state_dir": state}
     settings = Settings(**values, cache_tokens=16384, **lane_settings(args))
     loaded = load(settings, lambda stage, fraction: None, LoadOptions(max_slots=args.slots))
-    generator = exl.Generator(loaded.model, loaded.cache, loaded.tokenizer, max_batch_size=STREAMS)
+    generator = exl.Generator(  # its store of recurrent states is full before the first third is over
+        loaded.model, loaded.cache, loaded.tokenizer, max_batch_size=STREAMS, recurrent_cache_size=1 << 28
+    )
     soak, slices, end = Soak(exl, loaded, generator, torch.cuda.memory_reserved), [], time.monotonic() + args.soak
     while time.monotonic() < end:
         slices.append(soak.slice(min(SLICE_S, args.soak)))

@@ -62,7 +62,14 @@ def work_glm(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     settings = Settings(model_dir=Path(args.checkpoint), mode=mode, state_dir=state, cache_tokens=16384, **lane)
     loaded = load(settings, lambda stage, fraction: None, LoadOptions(max_slots=args.slots))
     changes = set_split(loaded, json.loads(args.split)) if mode == "fast" else {}
-    generator = exl.Generator(loaded.model, loaded.cache, loaded.tokenizer, max_batch_size=4, max_chunk_size=2048)
+    generator = exl.Generator(
+        loaded.model,
+        loaded.cache,
+        loaded.tokenizer,
+        max_batch_size=4,
+        max_chunk_size=2048,
+        recurrent_cache_size=1 << 30,
+    )
     runner = gpu_exact.Runner(exl, generator)
     out: dict[str, Any] = {"mode": mode, "slots": loaded.slots, "load": loaded.times, "split": changes, **lane}
     runner.settle(args.new)
