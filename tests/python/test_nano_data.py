@@ -98,7 +98,7 @@ def test_the_filter_drops_documents_that_hold_one(monkeypatch: pytest.MonkeyPatc
     assert victim not in [d.text for d in docs]
 
 
-def test_new_values_cannot_come_from_the_generators() -> None:
+def test_new_values_are_thirty_and_asked_for() -> None:
     cases = heldout.tool_requests()
     new = [value for _, value in cases if value]
     assert len(cases) == heldout.REQUESTS

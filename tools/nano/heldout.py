@@ -69,7 +69,7 @@ def questions() -> tuple[Question, ...]:
 
 
 def _new_value(rng: random.Random, old: str) -> str:
-    """A value of the same shape made of parts the generators of training values do not make."""
+    """A value of the same shape, with letters that hardly follow each other in the training values."""
     stem = "".join(rng.choice("zxvwkjq") + rng.choice("aeiou") + rng.choice("lrnzk") for _ in range(2)) + rng.choice(
         ("ovsk", "umf", "yrg", "eft", "ilch", "ubb")
     )

@@ -169,7 +169,10 @@ CURRENCIES = ["EUR", "USD", "GBP", "JPY", "CHF", "SEK", "PLN", "CAD", "AUD", "IN
 
 
 def word(rng: random.Random, syllables: int = 0) -> str:
-    """An invented lower-case word of two or three syllables."""
+    """An invented lower-case word of two or three syllables; one in eight is letters at random, so that any can be
+    copied."""
+    if not syllables and rng.random() < 0.125:
+        return "".join(rng.choices(string.ascii_lowercase, k=rng.randrange(3, 11)))
     count = syllables or rng.choice((2, 2, 3))
     return "".join(rng.choice(ONSETS) + rng.choice(NUCLEI) + rng.choice(CODAS) for _ in range(count))
 
@@ -185,9 +188,9 @@ def place(rng: random.Random) -> str:
 
 
 def code(rng: random.Random) -> str:
-    letters = "".join(rng.choices(string.ascii_uppercase, k=rng.choice((2, 3))))
+    letters = "".join(rng.choices(string.ascii_uppercase, k=rng.choice((2, 3, 3, 4))))
     return (
-        f"{letters}-{rng.randrange(10 ** rng.choice((3, 4, 5))):03d}"
+        f"{letters}-{rng.randrange(10 ** rng.choice((3, 4, 5, 6))):03d}"
         if rng.random() < 0.6
         else letters + str(rng.randrange(100, 99999))
     )
@@ -209,14 +212,14 @@ def title(rng: random.Random) -> str:
 
 
 def email(rng: random.Random) -> str:
-    return f"{word(rng)}@{word(rng)}.{rng.choice(('com', 'org', 'net', 'de', 'io'))}"
+    return f"{word(rng)}@{word(rng)}.{rng.choice(('com', 'org', 'net', 'de', 'io', 'fr', 'eu'))}"
 
 
 def path(rng: random.Random) -> str:
     return (
         "/"
         + "/".join(word(rng) for _ in range(rng.choice((1, 2))))
-        + f"/{word(rng)}.{rng.choice(('txt', 'md', 'log', 'csv', 'py'))}"
+        + f"/{word(rng)}.{rng.choice(('txt', 'md', 'log', 'csv', 'py', 'json', 'cfg'))}"
     )
 
 
