@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +31,7 @@ def missing_tools() -> str:
     return f"needs {', '.join(tools)} (Debian: apt install debootstrap systemd-container)" if tools else ""
 
 
-def run(*command: str, timeout: float = 1800, check: bool = True) -> str:
+def run(*command: str, timeout: float = 3600, check: bool = True) -> str:
     """Output of a command on the host."""
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False
@@ -105,18 +106,19 @@ class Container:
 
     def _wait_leader(self) -> int:
         """Process id of the container's systemd: the child of nspawn."""
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
         while time.monotonic() < end:
             pids = children.read_text().split()
             for pid in pids:
-                if re.search(r"systemd|init", Path(f"/proc/{pid}/comm").read_text()):
-                    return int(pid)
+                with suppress(OSError):  # a child may end at any time
+                    if re.search(r"systemd|init", Path(f"/proc/{pid}/comm").read_text()):
+                        return int(pid)
             time.sleep(0.2)
         raise RuntimeError(f"the container did not start: {Path(self._log.name).read_text()[-2000:]}")
 
     def _wait_running(self) -> None:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 300
         state = ""
         while time.monotonic() < end:
             state = self.call("systemctl", "is-system-running", check=False).strip()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from container import ROOT, SUITE, mirror, missing_tools, run
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(7200)]
 PORT = "30952"
 FOLDER = ROOT / "build" / "system"
 
