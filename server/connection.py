@@ -15,11 +15,9 @@ from aiohttp import web
 
 from .errors import HttpError, reply_for
 
-HEAD_S = 60.0
-
 
 class Connection(web.RequestHandler):
-    """Made by `listen` for each client; `begun` and `ended` tell it of its requests."""
+    """Made by `lifecycle.Server` for each client; the outermost middleware tells it of its requests."""
 
     __slots__ = ("_head_s", "_head_timer", "_in_request")
 

@@ -20,8 +20,8 @@
 //            decode_split is decode. Everything else, decode too, is the same with and without it.
 // Threads    one, the one that queues the forward passes; `compute` is always its stream.
 // Costs      decode and prompt: one call, one or two launches. enter_layer waits for the layer's copies to be issued.
-//            begin_prompt, lend, take_back, refill, stats: two copies of the policy state (100 KiB) and a wait for
-//            `compute`, so they belong between forward passes.
+//            begin_prompt, and what follows from lend to stats: the policy state (100 KiB) is copied to the host and,
+//            where it changes, back, with a wait for `compute`, so they belong between forward passes.
 #pragma once
 #include <chrono>
 #include <cstdint>

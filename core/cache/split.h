@@ -25,7 +25,8 @@ struct SplitConfig {
     std::int32_t cached_ns = 100'000;       // g: the experts that are in VRAM already
     std::int32_t max_cpu = kClockMaxPicks;  // experts that the CPU may take in one step; 0: lane off
     // Misses that one step may admit while the lane is on, beside the policy's own limit. An admitted miss crosses PCIe
-    // before the step goes on; one costs nothing, for the hottest miss would cross anyway (bench/trace_replay.py).
+    // before the step goes on; one costs nothing, for the hottest miss would cross anyway (bench/trace_lanes.py, which
+    // simulates it).
     std::int32_t max_admissions = 1;
 };
 

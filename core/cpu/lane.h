@@ -2,9 +2,9 @@
 // copy in host memory. Jobs come and results go through a shared block (lane_block.h has its layout and the ordering);
 // whoever publishes never calls into this object.
 //
-// States of a worker   spinning on the next job's `published` (for `spin`, then parked on a futex) -> computing its
-// units
-//                      into rows of its own -> meeting (all have arrived) -> adding up its share of the columns.
+// States of a worker   spinning on the next job's `published` (for `spin`, then parked on a futex) -> computing
+//                      its units into rows of its own -> meeting (all have arrived) -> adding up its share of the
+//                      columns.
 //                      No worker waits before it computes: each makes the plan and rounds the rows it needs itself.
 // States of the lane   serving -> failed (kStalled, kDied), for good: build a new one. A bad job fails alone.
 // Who decides          decided_ holds the last decided job's word. It moves from job j - 1 to j by compare-and-swap, by

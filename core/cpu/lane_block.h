@@ -18,17 +18,15 @@
 //  2. Every worker takes part in every job, also one that has no unit in it. Each reads the slot, adds its units into
 //     its own rows, and arrives. Nobody reads another worker's rows before all have arrived (acquire of their release);
 //     then each adds up its share of the columns, writes it into `result`, and finishes (release).
-//  3. The worker that finishes last has acquired all the others' writes. It alone writes `done` = (kOk, j) with
-//  release,
-//     so whoever reads it with acquire sees the whole result.
+//  3. The worker that finishes last has acquired all the others' writes. It alone writes `done` = (kOk, j), with
+//     release, so whoever reads it with acquire sees the whole result.
 //  4. Slot j & 1 is written again for job j + 2. The publisher does so only after it has read `done` of job j (and has
 //     read the result): by 2 and 3 no worker reads or writes that slot any more. So at most two jobs are outstanding,
 //     and `done` needs no clearing: it is compared with the number of the job.
 //  5. kBadJob is decided as in 3, by all workers alike. kStalled and kDied end the lane: `done` = (verdict, j) is
-//  written
-//     in place of 3, never besides it, for one compare-and-swap in the lane decides between them. The result may then
-//     hold anything and must not be read; no later job is ever computed, each gets the same verdict. Once it has read
-//     such a verdict the publisher writes into no slot again, for a stalled worker may still read there.
+//     written in place of 3, never besides it, for one compare-and-swap in the lane decides between them. The result
+//     may then hold anything and must not be read; no later job is ever computed, each gets the same verdict. Once it
+//     has read such a verdict the publisher writes into no slot again, for a stalled worker may still read there.
 #pragma once
 #include <cstddef>
 #include <cstdint>

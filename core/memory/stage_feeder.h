@@ -7,8 +7,7 @@
 // States of a layer   queued (queue) -> bringing (the thread) -> brought (its copies are issued, `filled` recorded)
 //                     -> in use (acquire) -> gone (release, stop)
 // Ordering  `filled` is recorded before a layer counts as brought, and acquire waits for that on the host before it
-// makes
-//           the compute stream wait for the event: an event that was not recorded yet would hold up nothing.
+//           makes the compute stream wait for the event: an event that was not recorded yet would hold up nothing.
 // Threads   queue, acquire, release and stop: one thread, the one that queues the forward pass. One mutex guards the
 //           staging buffers and the list; the feeding thread drops it while it waits for a copy.
 // Costs     acquire blocks until all but `in_flight` of the layer's copies are done, about as long as the device would.

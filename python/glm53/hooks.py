@@ -1,4 +1,5 @@
-"""The one place that patches exllamav3: what is replaced, how it is checked first, and how it is put back.
+"""The patch of a loaded exllamav3 model: what is replaced, how it is checked first, and how it is put back. (With
+`--mtp`, `engine/exllama/mtp.py` besides wraps three methods of the generator that it is given.)
 
 Replaced, on instances only (no class or module of exllamav3 changes):
   `config.stc.get_tensor`       while a model loads: tensors of routed experts are answered by us (trellises: aliases of

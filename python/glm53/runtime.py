@@ -1,4 +1,5 @@
-"""Owns the native objects of a GPU engine: the device, one pinned arena per MoE layer, and the expert runtime.
+"""What a GPU engine reads experts from: the device, and one pinned arena per MoE layer, filled from the checkpoint. The
+native `ExpertRuntime` over these arenas is made by the engine's loader.
 
 States of PinnedExperts: filling (worker threads make and page-lock the layers in order, and read each as soon as it is
 there) -> sealed (`finish`).

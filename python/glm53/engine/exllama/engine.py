@@ -39,9 +39,10 @@ _SCORE_SLICE = 192
 
 
 def lanes(cache: Mapping[str, Any]) -> dict[str, int]:
-    """Distinct picks of decode steps by where the GPU read the expert: a slot that had it, a slot it was copied into
-    first, or host memory in place, or that the CPU computed it; and of prompts: VRAM (slots), or host memory (read in
-    place or staged)."""
+    """Distinct picks by where the expert was when it was computed. Passes of up to 8 rows (decode steps, and the last
+    piece of a prompt where it is that short): on the GPU from a slot that had it (`vram`), a slot it was copied into
+    first, or host memory in place; or on the CPU. Longer prompts: a slot (`vram`), or host memory, in place or staged
+    (`pcie_prompts`)."""
     get = cache.get
     return {
         "vram": get("hits", 0) + get("prompt_distinct", 0) - get("prompt_missing", 0),

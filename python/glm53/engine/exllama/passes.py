@@ -94,6 +94,7 @@ class Passes:
         self.lane: CpuTier | None = None
         self._splitting = False
         self._split_rows = 0
+        # decode_passes: all of at most MAX_DECODE_ROWS tokens, the last piece of a prompt among them
         self.counts = {"decode_passes": 0, "prompt_passes": 0, "staged_passes": 0, "lendings": 0}
 
     @property
