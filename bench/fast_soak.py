@@ -107,6 +107,7 @@ def work_soak(args: argparse.Namespace) -> dict[str, Any]:
     import exllamav3 as exl
     import torch
     from fast_work import lane_settings
+    from gpu_exact import without
 
     from glm53.config import Settings
     from glm53.engine.exllama.loader import LoadOptions, load
@@ -114,7 +115,8 @@ def work_soak(args: argparse.Namespace) -> dict[str, Any]:
     state = Path(tempfile.mkdtemp())
     values: dict[str, Any] = {"model_dir": Path(args.checkpoint), "mode": "fast", "state_dir": state}
     settings = Settings(**values, cache_tokens=16384, **lane_settings(args))
-    loaded = load(settings, lambda stage, fraction: None, LoadOptions(max_slots=args.slots))
+    options = LoadOptions(max_slots=args.slots, **without(args))
+    loaded = load(settings, lambda stage, fraction: None, options)
     generator = exl.Generator(  # its store of recurrent states is full before the first third is over
         loaded.model, loaded.cache, loaded.tokenizer, max_batch_size=STREAMS, recurrent_cache_size=1 << 28
     )
@@ -125,4 +127,11 @@ def work_soak(args: argparse.Namespace) -> dict[str, Any]:
     grown = {name: growth([s[name] for s in slices]) for name in ("rss", "vram")}
     before, worst = soak.first, max(s["kl_max"] for s in slices)
     loaded.close()
-    return {"first": before, "worst_kl": worst, "growth": grown, "lane": lane_settings(args), "slices": slices}
+    return {
+        "without": args.without,
+        "first": before,
+        "worst_kl": worst,
+        "growth": grown,
+        "lane": lane_settings(args),
+        "slices": slices,
+    }

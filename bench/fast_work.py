@@ -60,7 +60,8 @@ def work_glm(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     lane = lane_settings(args) if mode == "fast" else {}
     state = Path(tempfile.mkdtemp())
     settings = Settings(model_dir=Path(args.checkpoint), mode=mode, state_dir=state, cache_tokens=16384, **lane)
-    loaded = load(settings, lambda stage, fraction: None, LoadOptions(max_slots=args.slots))
+    options = LoadOptions(max_slots=args.slots, **gpu_exact.without(args))
+    loaded = load(settings, lambda stage, fraction: None, options)
     changes = set_split(loaded, json.loads(args.split)) if mode == "fast" else {}
     generator = exl.Generator(
         loaded.model,
@@ -72,6 +73,7 @@ def work_glm(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     )
     runner = gpu_exact.Runner(exl, generator)
     out: dict[str, Any] = {"mode": mode, "slots": loaded.slots, "load": loaded.times, "split": changes, **lane}
+    out["without"] = args.without
     runner.settle(args.new)
     for n in (1, 4):
         before = counters(loaded)

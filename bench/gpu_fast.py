@@ -66,7 +66,7 @@ class Stages(gpu_exact.Stages):
         elif kind in {"kl", "kl2"}:
             self.distances(name, args.checkpoint if kind == "kl" else args.also)
         elif kind == "equal":
-            self.tests(name, "-k", "test_fast")
+            self.tests(name, "test_fast.py")
         else:
             raise SystemExit(f"no stage is called {name}")
 
@@ -85,7 +85,7 @@ class Stages(gpu_exact.Stages):
             name,
             *extra,
         ]
-        self.process(name, command)
+        self.robust(name, command)
 
     def distances(self, name: str, checkpoint: str) -> None:
         """bench/decode_kl.py with as few slots as the speed stages have; its result file is DIR/NAME.json."""
@@ -122,6 +122,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--limit", type=float, help="seconds a stage may take, instead of its own limit")
+    parser.add_argument(
+        "--without", default="", help=f"parts of the loader to leave out: {', '.join(gpu_exact.OPTIONAL)}"
+    )
     parser.add_argument("--soak", type=float, default=400, help="seconds of a soak stage")
     parser.add_argument("--report")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -28,3 +28,4 @@ settings.load_profile("glm53")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-seconds", type=float, default=10.0, help="how long a soak test runs (default: 10)")
+    parser.addoption("--without", default="", help="parts of the GPU loader to leave out: single_experts,bulk_scales")

@@ -7,11 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import exact_helpers
 import pytest
 from exact_helpers import TINY, stock_answers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))  # engine_cases and live_server, for test_http
 pytest.register_assert_rewrite("engine_cases")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    exact_helpers.WITHOUT = tuple(filter(None, config.getoption("--without").split(",")))
 
 
 @pytest.fixture(scope="module", params=["flash", "tiny"])

@@ -6,6 +6,7 @@ and then differ by themselves.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import time
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from glm53.engine.exllama.passes import Passes
 TINY = Path(glm53.__file__).parent / "models" / "tiny"
 PROMPTS = (1, 8, 300, 4103)
 STEPS = 128
+WITHOUT: tuple[str, ...] = ()
+"""Fields of LoadOptions that --without sets to false, to tell at whose door a difference lies."""
 
 
 @dataclass
@@ -104,6 +107,7 @@ def stock_answers(path: Path) -> Answers:
 
 def load_ours(path: Path, state: Path, options: LoadOptions, **changes: Any) -> Loaded:
     values: dict[str, Any] = {"model_dir": path, "mode": "exact", "state_dir": state, "cache_tokens": 8192}
+    options = dataclasses.replace(options, **dict.fromkeys(WITHOUT, False))
     return load(Settings(**{**values, **changes}), lambda stage, fraction: None, options)
 
 

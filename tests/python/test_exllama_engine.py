@@ -83,6 +83,13 @@ def test_answers_equal_the_unpatched_model_with_few_slots(engines: Any, stage_fr
     assert engine.verify() == []
 
 
+def test_answers_are_the_same_without_the_optional_parts_of_the_loader(engines: Any) -> None:
+    engine = engines(LoadOptions(max_slots=5, stage_from=9, single_experts=False, bulk_scales=False))
+    for prompt, (ids, _) in zip(PROMPTS, asyncio.run(answers(engine, PROMPTS, 12)), strict=True):
+        assert ids == stock_answer(prompt, 12)
+    assert "single_experts" not in engine._loaded.passes.counts
+
+
 def test_slots_are_lent_to_a_long_prompt_and_refilled(engines: Any, cuda: Any) -> None:
     engine = engines(LoadOptions(max_slots=40, stage_from=64), ec_reserve_gb=0.0, ec_elastic_gb=0.001)
     asyncio.run(answers(engine, PROMPTS[:2], 30))

@@ -252,6 +252,19 @@ def test_every_tensor_of_an_expert_has_the_bytes_and_shape_of_the_file(exllamav3
         assert tensors.tensor(10**6, 0, "up", "suh") is None
 
 
+def test_scales_can_be_left_to_exllamav3(exllamav3: Any) -> None:
+    with Checkpoint.open(TINY) as checkpoint:
+        store = PinnedExperts(checkpoint, _core.HostDevice(), lambda stage, fraction: None)
+        scales = ExpertScales(checkpoint, store.layers)
+        tensors = ExpertTensors(store, scales, 0, bulk_scales=False)
+        kinds = ("trellis", "suh", "svh", "mul1")
+        made = [tensors.tensor(layer, 0, "up", kind) for layer in store.layers for kind in kinds]
+        assert [t is None for t in made] == [False, True, True, True] * len(store.layers)
+        assert tensors.expected == len(store.layers) * store.experts * len(PARTS)
+        store.finish()
+        scales.abandon()
+
+
 def test_a_layer_costs_one_copy_and_keeps_no_bytes_of_its_own(exllamav3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[int] = []
     copy = torch.Tensor.copy_

@@ -184,3 +184,37 @@ def test_no_prompt_is_read_both_ways(bench: Any) -> None:
     assert len(set(read)) == len(read) == 16
     assert set(times) == {f"{way} {n}" for way in ("in_place", "staged") for n in (512, 1024, 2048, 4102)}
     assert loaded.passes.threshold == 1152
+
+
+def test_a_worker_that_fails_in_an_optional_part_runs_again_without_it(bench: Any, tmp_path: Path) -> None:
+    made = stages(bench, tmp_path, without="")
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import json, sys\n"
+        "left_out = sys.argv[sys.argv.index('--without') + 1] if '--without' in sys.argv else ''\n"
+        "if 'single_experts' not in left_out: raise SystemExit('File single_experts.py, line 1: refused')\n"
+        "if 'bulk' not in left_out: raise SystemExit('exllamav3 asked for 3 expert tensors')\n"
+        f"open({str(tmp_path / 'ours.json')!r}, 'w').write(json.dumps({{'without': left_out}}))\n"
+    )
+    made.robust("ours", [sys.executable, str(script)])
+    assert json.loads((tmp_path / "ours.json").read_text()) == {"without": "single_experts,bulk_scales"}
+    assert "single_experts.py" in (tmp_path / "ours-whole.error").read_text()
+    assert "expert tensors" in (tmp_path / "ours-whole-single_experts.error").read_text()
+    assert not (tmp_path / "ours.error").exists()
+
+
+@pytest.mark.parametrize("name, said", [("ours", "no such checkpoint"), ("stock-8", "CUDA error: out of sorts")])
+def test_another_failure_is_not_tried_again(bench: Any, tmp_path: Path, name: str, said: str) -> None:
+    count = tmp_path / "count"
+    code = f"open({str(count)!r}, 'a').write('x'); raise SystemExit({said!r})"
+    stages(bench, tmp_path, without="").robust(name, [sys.executable, "-c", code])
+    assert count.read_text() == "x"
+    assert said in (tmp_path / f"{name}.error").read_text()
+
+
+def test_the_parts_that_can_be_left_out_are_options_of_a_load(bench: Any) -> None:
+    from glm53.engine.exllama.loader import LoadOptions
+
+    left_out = bench.without(argparse.Namespace(without=",".join(bench.OPTIONAL)))
+    assert LoadOptions(**left_out) == LoadOptions(single_experts=False, bulk_scales=False)
+    assert LoadOptions(**bench.without(argparse.Namespace(without=""))) == LoadOptions()

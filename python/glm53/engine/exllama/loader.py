@@ -59,6 +59,10 @@ class LoadOptions:
     stage_from: int | None = None
     knobs: dict[str, int] | None = None
     use_heat: bool = True
+    single_experts: bool = True
+    """Experts that exllamav3 runs alone are read where they lie during a staged prompt; else at home."""
+    bulk_scales: bool = True
+    """The experts' scales come in one copy a layer; else exllamav3 loads each vector itself."""
     lane_limits_ms: tuple[int, int] = (LANE_LIMIT_MS, GPU_LIMIT_MS)
 
 
@@ -231,7 +235,7 @@ class _Loading:
         model = self.exllamav3.Model.from_config(config)
         tokens = max(PAGE_TOKENS, settings.cache_tokens // PAGE_TOKENS * PAGE_TOKENS)
         cache = self._cache(model, tokens)
-        tensors = ExpertTensors(store, self.scales, settings.gpu)
+        tensors = ExpertTensors(store, self.scales, settings.gpu, bulk_scales=self.options.bulk_scales)
         self.tokenizer = self.exllamav3.Tokenizer.from_config(config)  # here the experts are being read beside it
         self.phases.end("modules")
         try:
@@ -291,7 +295,9 @@ class _Loading:
         stage = min(int(settings.ec_stage_gb * GB), store.experts * store.layout.stride)
         limits = PassSettings(stage, int(settings.ec_elastic_gb * GB), reserve, self.options.stage_from)
         passes = Passes(runtime, limits, experts=store.experts, top_k=top_k, hidden=modules[0].hidden_size)
-        single = SingleExperts(runtime, modules, store.layout, passes.counts)
+        single = None
+        if self.options.single_experts:
+            single = SingleExperts(runtime, modules, store.layout, passes.counts)
         if tier is None:
             patch = Patch(model, modules, passes.route, passes.bracket, single=single)
         else:
