@@ -127,10 +127,8 @@ void bind_runtime_lane(nb::class_<ExpertRuntime>& runtime) {
             },
             "arena"_a, "hidden"_a, "split"_a, "limit_ms"_a, nb::keep_alive<1, 2>(),
             "Takes the CPU lane that serves `arena` (page-locked for the device, not sealed) for decode_split, while "
-            "the "
-            "stream is idle. limit_ms: how long add_partial waits for a sum; more than the lane's own limit. "
-            "RuntimeError "
-            "when one is attached, ValueError for an arena, sizes or constants that do not fit.")
+            "the stream is idle. limit_ms: how long add_partial waits for a sum; more than the lane's own limit. "
+            "RuntimeError when one is attached, ValueError for an arena, sizes or constants that do not fit.")
         .def(
             "detach_lane", [](ExpertRuntime& r, std::uintptr_t s) { r.detach_lane(stream_of(s)); }, "stream"_a,
             nb::call_guard<nb::gil_scoped_release>(), "Waits for the stream; does nothing when no lane is attached.")
@@ -207,7 +205,13 @@ nb::class_<ExpertRuntime> bind_expert_runtime(nb::module_& m) {
         .def("expert_address", &ExpertRuntime::expert_address, "layer"_a, "expert"_a,
              "Where a long prompt's layer that was entered finds an expert.")
         .def_prop_ro("has_staging", &ExpertRuntime::has_staging)
-        .def("free_staging", &ExpertRuntime::free_staging)
+        .def("free_staging", &ExpertRuntime::free_staging);
+    return runtime;
+}
+
+// What happens between forward passes.
+void bind_runtime_between(nb::class_<ExpertRuntime>& runtime) {
+    runtime
         .def(
             "lend", [](ExpertRuntime& r, std::size_t bytes, std::uintptr_t s) { return r.lend(bytes, stream_of(s)); },
             "bytes"_a, "stream"_a)
@@ -235,7 +239,6 @@ nb::class_<ExpertRuntime> bind_expert_runtime(nb::module_& m) {
              "(slot, entry, part) of every resident expert that differs from its home; [] when all is well.")
         .def("stats", &runtime_stats, "stream"_a)
         .def_prop_ro("slot_bytes", &ExpertRuntime::slot_bytes);
-    return runtime;
 }
 
 }  // namespace
@@ -243,6 +246,7 @@ nb::class_<ExpertRuntime> bind_expert_runtime(nb::module_& m) {
 void bind_runtime(nb::module_& m) {
     nb::class_<ExpertRuntime> runtime = bind_expert_runtime(m);
     bind_runtime_lane(runtime);
+    bind_runtime_between(runtime);
 }
 
 }  // namespace glm53::bindings
