@@ -218,3 +218,15 @@ def test_the_parts_that_can_be_left_out_are_options_of_a_load(bench: Any) -> Non
     left_out = bench.without(argparse.Namespace(without=",".join(bench.OPTIONAL)))
     assert LoadOptions(**left_out) == LoadOptions(single_experts=False, bulk_scales=False)
     assert LoadOptions(**bench.without(argparse.Namespace(without=""))) == LoadOptions()
+
+
+def test_bars_against_stock_are_left_out_where_stock_did_not_run(bench: Any) -> None:
+    ours = {"moe_layers": 8, "expert_bytes": 9_000_000, "link_gb_s": 50.0, "prefill_8192_s": [0.4]}
+    for n in (1, 4):
+        ours |= {f"decode{n}_tok_s": [50.0], f"misses{n}": [{"ours": 4.0, "fixed": 4.0}]}
+    raw = {"ours": ours, "floor": {"decode1_tok_s": [80.0], "decode4_tok_s": [150.0]}}
+    wanted = {"exact.decode1_of_floor", "exact.decode4_of_floor", "exact.miss_ratio"}
+    assert set(bench.exact_bars.bars(raw)) == wanted
+    stock = {"decode1_tok_s": [25.0], "decode4_tok_s": [30.0], "prefill_8192_s": [0.9]}
+    against = {"exact.decode1_vs_stock", "exact.decode4_vs_stock", "exact.prefill_vs_stock"}
+    assert set(bench.exact_bars.bars({**raw, "stock-12": stock})) == wanted | against
