@@ -1,4 +1,5 @@
-"""The whole stack on the GPU engine: HTTP, the server, exllamav3. The tests are the CPU engine's, in `engine_cases`.
+"""The whole stack on the GPU engine: HTTP, the server, exllamav3. The tests are the CPU engine's, in `engine_cases`
+and `engine_chat_cases`.
 
 Mode exact, the bundled kind of checkpoint, far fewer slots than experts; under a minute with compiled kernels.
 """
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from engine_cases import *  # noqa: F403
 from engine_cases import golden_dir
+from engine_chat_cases import *  # noqa: F403
 from live_server import LiveServer, start_server
 
 from glm53.config import Settings

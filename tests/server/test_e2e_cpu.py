@@ -1,4 +1,5 @@
-"""The whole stack: HTTP in front of the CPU engine. What each parameter of a request changes is in `engine_cases`."""
+"""The whole stack: HTTP in front of the CPU engine. What each parameter of a request changes is in `engine_cases`
+and `engine_chat_cases`."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from engine_cases import *  # noqa: F403
 from engine_cases import golden_dir
+from engine_chat_cases import *  # noqa: F403
 from live_server import LiveServer, start_server
 
 from glm53.server.app import ServerOptions

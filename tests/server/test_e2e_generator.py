@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from engine_cases import *  # noqa: F403
 from engine_cases import GENERATE, PROMPT, golden_dir
+from engine_chat_cases import *  # noqa: F403
 from live_server import LiveServer, start_server
 
 from glm53.config import Settings
