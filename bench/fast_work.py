@@ -154,7 +154,7 @@ def both_rates(loaded: Any, cpus: tuple[int, ...]) -> dict[str, float]:
     before, start = sum(read), time.perf_counter()
     while time.perf_counter() - start < RATE_SECONDS:
         for _ in range(8):
-            at = copied // stride * 7 % store.experts * stride
+            at = copied // stride * 7 % store.whole_copies * stride
             target.copy_(source[at : at + stride], non_blocking=True)
             copied += stride
         torch.cuda.synchronize()

@@ -184,7 +184,7 @@ def link_rate(loaded: Any, pieces: int = 24) -> float:
     for timed in (False, True):
         events[0].record()
         for i in range(pieces):
-            at = (i * 7 % loaded.store.experts) * stride
+            at = (i * 7 % loaded.store.whole_copies) * stride
             target.copy_(source[at : at + stride], non_blocking=True)
         events[1].record()
         events[1].synchronize()

@@ -26,6 +26,9 @@ from .errors import CheckpointError, DeviceError
 PARTS = ("gate", "up", "down")
 PART_ALIGN = 256
 MAKE_THREADS, FILL_THREADS = 4, 8
+PIN_CHUNK_BYTES = 1 << 30
+"""An arena is page-locked in pieces of this size (device.h). CUDA refuses a copy that reads from two of them: native
+copies are cut there, torch's are not."""
 
 
 def open_cuda(index: int) -> Any:
@@ -133,6 +136,11 @@ class PinnedExperts:
     def arena(self, layer: int) -> Any:
         """The layer's arena, once it is mapped and page-locked; raises what that met."""
         return self._arenas[layer].result()
+
+    @property
+    def whole_copies(self) -> int:
+        """Experts at an arena's beginning each of which one copy of torch's may read: none lies across two pieces."""
+        return max(1, min(self.experts, PIN_CHUNK_BYTES // self.layout.stride))
 
     def finish(self) -> None:
         """Wait until every byte is in place and make the arenas read-only."""

@@ -349,6 +349,24 @@ def test_copies_are_timed_by_the_device_and_as_many_as_the_time_needs(
     assert len(copied) == 6 + lane_costs.MOST_COPIES
 
 
+def test_timed_copies_never_read_from_two_page_locked_pieces(
+    memory: ExpertMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA refuses such a copy, and torch does not cut it."""
+    stride, empty = memory.store.layout.stride, torch.empty
+    piece = 3 * stride + stride // 2
+    monkeypatch.setattr("glm53.runtime.PIN_CHUNK_BYTES", piece)
+    monkeypatch.setattr(torch, "empty", lambda *a, device, **k: empty(*a, device="cpu", **k))
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: SimpleNamespace(record=lambda: None))
+    base, read = memory.store.arena(memory.store.layers[0]).address, set()
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source, **_: read.add(source.data_ptr() - base))
+    lane_costs.ExpertCopies(memory.store)._queue(lane_costs.MOST_COPIES)
+    assert read == {0, stride, 2 * stride}
+    assert all(at // piece == (at + stride - 1) // piece for at in read)
+    monkeypatch.setattr("glm53.runtime.PIN_CHUNK_BYTES", 1)
+    assert memory.store.whole_copies == 1
+
+
 def test_a_lane_that_fails_while_it_is_measured_is_an_error(memory: ExpertMemory) -> None:
     arena = _core.HostArena(_core.lane_block_bytes(HIDDEN), "lane")
     timer = LaneTimer(_core.CpuLane(memory.tables[:1], arena, 1), arena, memory.tables, 4)

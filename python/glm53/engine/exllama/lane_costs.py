@@ -149,7 +149,7 @@ class ExpertCopies:
 
     def __init__(self, store: Any) -> None:
         arena = store.arena(store.layers[0])
-        self._experts, self._stride = store.experts, store.layout.stride
+        self._experts, self._stride = store.whole_copies, store.layout.stride
         self._source = torch.frombuffer((ctypes.c_uint8 * arena.bytes).from_address(arena.address), dtype=torch.uint8)
         self._target, self._other = (torch.empty(self._stride, dtype=torch.uint8, device="cuda") for _ in range(2))
         events = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
