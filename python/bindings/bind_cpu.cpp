@@ -223,7 +223,6 @@ void bind_cpu(nb::module_& m) {
           "Instruction sets usable here (bool each), 'isas': kernel tables this CPU runs, best first, 'isa': the "
           "choice.");
     m.def("physical_cpus", &physical_cpus, "One logical CPU of each physical core in this process's affinity mask.");
-    m.def("default_threads", &default_threads, "Workers CpuMoe uses for threads=0.");
     bind_exl3(m);
     bind_table(m);
     bind_moe(m);

@@ -9,7 +9,8 @@
            value counts
   g        what the experts in VRAM keep the GPU busy for: their launches (`LAUNCH_NS`) and a token's picks read at the
            speed of a copy within VRAM; an upper bound, since some picks miss
-Times are nanoseconds. Costs: a second and a half at most; every job reads other experts, so that none is in a cache.
+Times are nanoseconds. Costs: twice BUDGET_S and the copies, a second and a half, longer on a host that is slow or busy
+(each kind of job runs LEAST_ROUNDS times whatever it takes); every job reads other experts, so that none is in a cache.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Loads a checkpoint through exllamav3 with its routed experts in pinned host memory, and sizes the expert cache.
 
 Order: device beside checkpoint headers; page-locking and reading of the experts (worker threads) beside exllamav3's
-import and its own load of everything else; then slots from the VRAM that is left. A failure anywhere undoes the hooks
-and frees what was taken.
+import and its own load of everything else (with `--mtp` of the draft layer too); in fast mode the CPU lane is measured;
+then slots from the VRAM that is left, filled by the heat of the last run; the lane starts last. A failure anywhere
+undoes the hooks and frees what was taken.
 """
 
 from __future__ import annotations

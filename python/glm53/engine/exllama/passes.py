@@ -4,7 +4,7 @@ States: resident (slots hold experts) -> lent (a long prompt took segments for s
 (slots are back and fill with the hottest experts in the background) -> resident. Lent slots whose memory another holds
 stay lent and are asked for again every second; a new lending is asked back at the first chance.
 With a CPU lane (fast mode) the generator's decode steps leave some of their misses to it; prompts never do, whatever
-their length. `lane` is put in by the loader and taken out when the lane has failed.
+their length. `lane` is put in by the loader; after a failure it renews itself, and is taken out when it no longer can.
 Threads: the engine thread alone. Costs: a decode step adds one call per MoE layer (two with a lane) and no wait; a long
 prompt one wait at its start; every round between passes while refilling, two.
 """

@@ -1,9 +1,9 @@
 """Experts with very many rows of a prompt: exllamav3 runs each alone, and reads it through tensors of its own.
 
-Those lead to the home in host RAM, not through the address tables: with more than 512 rows (of 4,096 tokens, a handful
-of experts a layer; of 8,192, fifty) an expert would be read over PCIe once more, though it lies in a slot or a staging
-buffer. Here its three trellis tensors are led there for that call, and back. The native object holds the same tensors:
-torch's `set_` gives a tensor other storage in place, so both see it. The bytes are the same wherever they lie.
+Those lead to the home in host RAM, not through the address tables: an expert with more than 512 rows (the longer the
+pass, the more of them a layer has) would be read over PCIe once more, though it lies in a slot or a staging buffer.
+Here its three trellis tensors are led there for that call, and back. The native object holds the same tensors: torch's
+`set_` gives a tensor other storage in place, so both see it. The bytes are the same wherever they lie.
 States: led home, but during a call. Threads: the engine thread. Costs: six `set_` a call, one storage per address.
 """
 
