@@ -11,8 +11,8 @@ import exact_helpers
 import pytest
 from exact_helpers import TINY, stock_answers
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))  # engine_cases and live_server, for test_http
-pytest.register_assert_rewrite("engine_cases")
+sys.path.insert(0, str(Path(__file__).parents[1] / "server"))  # the cases and live_server, for test_http
+pytest.register_assert_rewrite("engine_cases", "engine_chat_cases")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -88,6 +88,23 @@ def test_files_in_the_tables_of_hacking_exist() -> None:
     assert [name for name in listed if name not in known and not (ROOT / name).exists()] == []
 
 
+def test_every_source_file_has_an_entry_in_hacking() -> None:
+    """In the row of its own folder: several folders have an errors.py, an engine.py, a sampling.py."""
+    text = (ROOT / "HACKING.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", text, re.MULTILINE)
+    core, package, server = ROOT / "core", ROOT / "python" / "glm53", ROOT / "server"
+    for path in (p for p in core.rglob("*") if p.is_file()):
+        ours = [r for r in rows if r.startswith(f"core/{path.parent.name}: ")]
+        assert any({path.stem, path.name} & set(re.split(r"[:, ]+", r)) for r in ours), path
+    for base in (package, server):
+        for path in (p for p in base.rglob("*.py") if p.name != "__init__.py"):
+            folder = str(path.parent.relative_to(base))
+            ours = [r for r in rows if (r.startswith(f"{folder}: ") if folder != "." else ": " not in r)]
+            assert any(path.name in re.split(r"[:, `]+", r) for r in ours), path
+    for path in (ROOT / "bench").glob("*.py"):
+        assert any(f"bench/{path.name}" in r for r in rows), path
+
+
 def test_repository_holds_no_build_host_path() -> None:
     """Documents, scripts and units work from any clone."""
     for path in [*DOCUMENTS, ROOT / "CHANGELOG.md", *(ROOT / "scripts").iterdir(), *(ROOT / "systemd").iterdir()]:
