@@ -1,5 +1,5 @@
-// The memory that a publisher (a CUDA kernel, or a host thread in tests) and the CPU lane share: two job slots in page-
-// locked memory that both sides map. Plain layout and atomics, so that CUDA code includes it too.
+// The memory that a publisher (a CUDA kernel, or a host thread: lane_publisher.h) and the CPU lane share: two job slots
+// in page-locked memory that both sides map. Plain layout and atomics, so that CUDA code includes it too.
 //
 //   slot (job & 1)                                            written by   read by
 //   0      published  u32 number of the job, own line         publisher    every worker

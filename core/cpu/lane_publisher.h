@@ -1,5 +1,5 @@
-// LanePublisher: the publisher's side of lane_block.h on a host thread, for tests and benchmarks of the lane and as the
-// plain form of what a kernel does.
+// LanePublisher: the publisher's side of lane_block.h on a host thread, the plain form of what a kernel does. It times
+// the lane when an engine starts and in benchmarks, and stands for the kernels on the host device (lane_link.h).
 //
 // States: the numbers of the last published and the last read job; `ended` once a verdict that ends the lane was read.
 // Threads: one. Costs: publish copies the rows; await spins.

@@ -1,6 +1,6 @@
 // The CPU lane of an ExpertRuntime on a GPU: the cases of the host device, then what only a GPU can show: whole layers
-// queued without a wait, captured graphs, and a long soak, all bit for bit. Run it before anything relies on the
-// kernels:
+// queued without a wait, captured graphs, and a long soak, all bit for bit. Run it on a new kind of GPU before fast
+// mode is used there:
 //   cmake --preset cuda -DGLM53_TESTS=ON && cmake --build --preset cuda && build/cuda/tests/core/test_lane_step_cuda
 #include <cuda_runtime_api.h>
 
