@@ -173,3 +173,11 @@ def test_no_speed_is_told_of_a_machine_that_cannot_run_it(capsys: pytest.Capture
     text = capsys.readouterr().out
     assert text.startswith("fits: no\n  VRAM: ")
     assert "tok/s" not in text
+
+
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+def test_a_plan_says_that_fast_mode_was_not_measured(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpu", "24", "--ram", "256", "--mode", mode]) == 0
+    text = capsys.readouterr().out
+    assert "an estimate" in text
+    assert ("has not been measured on a GPU" in text) == (mode == "fast")

@@ -1,4 +1,4 @@
-"""`glm53 doctor`: the preflight list of this host, its measured lanes, and the speed they promise."""
+"""`glm53 doctor`: the preflight list of this host, its measured lanes, and the speed to expect of them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def render(checks: list[Check], lanes: dict[str, Any], expected: Plan | None) ->
         lines.append(
             f"expect  {expected.mode} mode, {expected.slots} slots ({expected.slots_per_layer} a layer), decode about "
             f"{expected.decode_tok_s:.0f} tok/s, prefill {expected.prefill_8k_tok_s:.0f} tok/s at 8k, "
-            f"{expected.ram_needed_bytes / GIB:.0f} GiB of RAM"
+            f"{expected.ram_needed_bytes / GIB:.0f} GiB of RAM (an estimate from lanes and cost model)"
         )
     failed = sum(c.verdict == "failed" for c in checks)
     lines.append(f"{failed} of {len(checks)} requirements failed" if failed else "all requirements are met")
