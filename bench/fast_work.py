@@ -85,13 +85,15 @@ def work_glm(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     for n in (1, 4):
         out[f"layers{n}"] = profile(loaded, runner, n, args.new)
         print(f"{mode}, {n} streams:\n{table(out[f'layers{n}'])}", flush=True)
+    out["moe_layers"], out["expert_bytes"] = len(loaded.store.layers), sum(loaded.store.layout.part_bytes)
+    gpu_exact.save(args, out)
     out["link_gb_s"] = gpu_exact.link_rate(loaded)
     if mode == "fast":
         out["lane"] = loaded.tier.stats()
         out["rates"] = both_rates(loaded, lane["ct_cpus"])
-    out["moe_layers"], out["expert_bytes"] = len(loaded.store.layers), sum(loaded.store.layout.part_bytes)
     out["mismatches"] = len(loaded.runtime.verify(0))
     torch.cuda.synchronize()
+    gpu_exact.save(args, out)
     loaded.close()
     return out
 

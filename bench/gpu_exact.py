@@ -62,6 +62,12 @@ def without(args: argparse.Namespace) -> dict[str, bool]:
     return dict.fromkeys(filter(None, args.without.split(",")), False)
 
 
+def save(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """What a worker has found so far is the stage's record: what may fail after it costs nothing of that."""
+    if args.worker:
+        Path(args.out, f"{args.worker}.json").write_text(json.dumps(result))
+
+
 class Runner:
     """Drives an exllamav3 generator; the same for all models."""
 
@@ -226,6 +232,7 @@ def work_ours(args: argparse.Namespace) -> dict[str, Any]:
     out["mismatches"] = len(loaded.runtime.verify(0))
     out["stats"] = loaded.runtime.stats(0)
     out["passes"] = dict(loaded.passes.counts)
+    save(args, out)
     if args.trace:
         out["moe_trace"] = runner.traced(loaded, min(args.new, 24))
     return out
@@ -358,7 +365,8 @@ class Stages:
             error = self.process(name, [*command, *(["--without", ",".join(left_out)] if left_out else [])]) or ""
             suspects = [part for part, words in OPTIONAL.items() if any(w in error for w in words)]
             suspects = [part for part in suspects if part not in left_out]
-            if name.startswith(("stock", "floor", "kernel")) or not suspects:
+            others = name.startswith(("stock", "floor", "kernel"))
+            if others or not suspects or (self.folder / f"{name}.json").exists():
                 return
             first = self.folder / f"{name}.error"
             if first.exists():
@@ -382,9 +390,12 @@ class Stages:
         limit = min(self.args.limit or self.limits[name.partition("-")[0]], self.end_s - time.monotonic())
         record = self.folder / f"{name}.json"
         if limit < SHORTEST_S:
-            record.write_text(json.dumps({"skipped": True, "seconds_left": round(max(limit, 0.0), 1)}))
+            if not record.exists():  # what an earlier call found stays
+                record.write_text(json.dumps({"skipped": True, "seconds_left": round(max(limit, 0.0), 1)}))
             print(f"{name}: skipped, the call's time is used up", flush=True)
             return ""
+        for earlier in (record, self.folder / f"{name}.error"):  # of another call: not this one's figures
+            earlier.unlink(missing_ok=True)
         start = time.perf_counter()
         code, output = run_limited(command, limit, **kwargs)
         seconds = round(time.perf_counter() - start, 1)
@@ -422,7 +433,7 @@ def main() -> None:
         exact_bars.report(Path(args.report), Path(args.out), PROMPT)
     elif args.worker:
         result = work_ours(args) if args.worker == "ours" else work_stock(args)
-        Path(args.out, f"{args.worker}.json").write_text(json.dumps(result))
+        save(args, result)
     else:
         Stages(args).run()
 

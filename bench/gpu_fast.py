@@ -155,7 +155,7 @@ def main(argv: list[str]) -> None:
         result = fast_soak.work_soak(args)
     else:
         result = gpu_exact.work_stock(args)
-    Path(args.out, f"{args.worker}.json").write_text(json.dumps(result))
+    gpu_exact.save(args, result)
 
 
 if __name__ == "__main__":  # stock's CPU worker is a spawned process

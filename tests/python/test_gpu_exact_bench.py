@@ -203,6 +203,21 @@ def test_a_worker_that_fails_in_an_optional_part_runs_again_without_it(bench: An
     assert not (tmp_path / "ours.error").exists()
 
 
+def test_a_worker_whose_figures_are_there_is_not_run_again_and_earlier_ones_do_not_count(
+    bench: Any, tmp_path: Path
+) -> None:
+    record, count = tmp_path / "ours.json", tmp_path / "count"
+    fails = f"open({str(count)!r}, 'a').write('x'); raise SystemExit('CUDA error: at the end')"
+    made = stages(bench, tmp_path, without="single_experts,bulk_scales")
+    record.write_text('{"of": "another call"}')
+    made.robust("ours", [sys.executable, "-c", fails])
+    assert not record.exists()
+    made.args.without = ""
+    made.robust("ours", [sys.executable, "-c", f"open({str(record)!r}, 'w').write('[1]'); {fails}"])
+    assert count.read_text() == "xx"
+    assert json.loads(record.read_text()) == [1]
+
+
 @pytest.mark.parametrize("name, said", [("ours", "no such checkpoint"), ("stock-8", "CUDA error: out of sorts")])
 def test_another_failure_is_not_tried_again(bench: Any, tmp_path: Path, name: str, said: str) -> None:
     count = tmp_path / "count"
@@ -230,3 +245,11 @@ def test_bars_against_stock_are_left_out_where_stock_did_not_run(bench: Any) -> 
     stock = {"decode1_tok_s": [25.0], "decode4_tok_s": [30.0], "prefill_8192_s": [0.9]}
     against = {"exact.decode1_vs_stock", "exact.decode4_vs_stock", "exact.prefill_vs_stock"}
     assert set(bench.exact_bars.bars({**raw, "stock-12": stock})) == wanted | against
+
+
+def test_what_a_worker_found_is_kept_while_it_goes_on(bench: Any, tmp_path: Path) -> None:
+    args = argparse.Namespace(out=str(tmp_path), worker="ours")
+    bench.save(args, {"a": 1})
+    bench.save(args, {"a": 1, "b": 2})
+    assert json.loads((tmp_path / "ours.json").read_text()) == {"a": 1, "b": 2}
+    bench.save(argparse.Namespace(out=str(tmp_path / "nowhere"), worker=None), {})
