@@ -185,9 +185,7 @@ def sampled_hits(source: Source, count: Counter) -> Iterator[list[list[float]]]:
                 now = hits_of(source.stats())
             except (OSError, ValueError):
                 return
-            if now is None:
-                return
-            if now[1] > before[1]:
+            if now is not None and now[1] > before[1]:  # an engine's first counts may still be to come
                 curve.append([count.tokens, round((now[0] - before[0]) / (now[1] - before[1]), 4)])
                 before = now
             if last:

@@ -67,7 +67,7 @@ def test_decode_samples_the_hit_rate_of_the_expert_cache(
     monkeypatch.setattr(decode, "POLL_S", 0.05)
     monkeypatch.setattr(engine, "_SNAPSHOT_S", 0.02)
     arguments = ["--device", "cuda", "--model-dir", str(TINY), "--mode", "exact", "-cs", "2048", "--runs", "1"]
-    code = decode.main([*arguments, "--tokens", "60", "--prompt", "8", "--state-dir", str(tmp_path)])
+    code = decode.main([*arguments, "--tokens", "400", "--prompt", "8", "--state-dir", str(tmp_path)])
     line = json.loads(capsys.readouterr().out)
     assert code == 0
     assert line["settings"]["mode"] == "exact"
@@ -75,4 +75,4 @@ def test_decode_samples_the_hit_rate_of_the_expert_cache(
     assert all(0 <= share <= 1 for _, share in line["raw"]["hit_rate"])
     tokens = [n for n, _ in line["raw"]["hit_rate"]]
     assert tokens == sorted(tokens)
-    assert tokens[-1] <= 120
+    assert tokens[-1] <= 800

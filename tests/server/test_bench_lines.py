@@ -83,13 +83,15 @@ def test_decode_that_cannot_be_measured_is_one_line(arguments: list[str], word: 
 
 
 class Cached:
-    """A source with an expert cache that warms up: half of its picks hit at first, then all."""
+    """A source with an expert cache that warms up: half of its picks hit at first, then all. Its counts come late."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.asked = -1
 
     def stats(self) -> dict[str, Any]:
         self.asked += 1
+        if self.asked == 0:
+            return {"expert_cache": {}}
         return {"expert_cache": {"hits": 50 + 100 * (self.asked - 1), "misses": 50}}
 
 
