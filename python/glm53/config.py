@@ -110,7 +110,11 @@ class Settings:
         flags=("--cache-tokens", "-cs", "--cache-size", "--cache_size"),
     )
     max_batch_size: int = setting(
-        8, values.integer(1, 64), "engine", "streams admitted together", flags=("--max-batch-size", "--max_batch_size")
+        8,
+        values.integer(1, 64),
+        "engine",
+        "streams that run at once, as far as autosplit_max_batch_size allows; others wait",
+        flags=("--max-batch-size", "--max_batch_size"),
     )
     chunk_size: int = setting(
         8192,
@@ -293,6 +297,10 @@ class Settings:
         if self.ec_reserve_gb is not None:
             return self.ec_reserve_gb
         return 1.5 if self.mode == "fast" else 1.0
+
+    def max_streams(self) -> int:
+        """Streams that run at once: the smaller of the two limits."""
+        return min(self.max_batch_size, self.autosplit_max_batch_size)
 
     def all_api_keys(self) -> tuple[str, ...]:
         """`api_keys` and the lines of `api_key_file`. Raises ConfigError if the file cannot be read."""

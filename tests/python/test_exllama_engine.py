@@ -386,6 +386,11 @@ def test_a_smaller_kv_cache_leaves_more_slots_and_less_vram_fails_clearly(engine
     assert slot_count(10**6, reserve=100, slot_bytes=100, entries=50, top_k=4, limit=None) == 50
 
 
+def test_the_smaller_of_both_limits_is_how_many_streams_run(engines: Any) -> None:
+    assert engines(max_batch_size=2).info.max_streams == 2
+    assert engines(autosplit_max_batch_size=3).info.max_streams == 3
+
+
 def test_stop_ids_logprobs_and_cancel(engines: Any) -> None:
     engine = engines(LoadOptions(max_slots=8))
     expected = stock_answer([3], 6)

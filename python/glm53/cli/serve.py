@@ -128,7 +128,7 @@ def engine_loader(settings: Settings, device: str) -> LoadEngine:
         options: dict[str, Any] = {
             "threads": settings.ct_threads or len(settings.ct_cpus or ()),
             "context": settings.cache_tokens if "cache_tokens" in chosen else 0,
-            "max_streams": settings.autosplit_max_batch_size,
+            "max_streams": settings.max_streams(),
             "isa": settings.isa or "auto",
         }
         if "chunk_size" in chosen:

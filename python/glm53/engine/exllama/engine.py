@@ -66,7 +66,7 @@ class ExllamaEngine:
             model_path=str(settings.model_dir),
             context=loaded.context,
             vocab_size=min(tokenizer.size, loaded.vocab_size),
-            max_streams=settings.autosplit_max_batch_size,
+            max_streams=settings.max_streams(),
         )
         self._gpu, self._settings = settings.gpu, settings
         self._drafting = None if loaded.draft is None else mtp.Drafting(loaded.draft)
@@ -104,7 +104,7 @@ class ExllamaEngine:
             loaded.model,
             loaded.cache,
             loaded.tokenizer,
-            max_batch_size=min(settings.max_batch_size, settings.autosplit_max_batch_size),
+            max_batch_size=settings.max_streams(),
             max_chunk_size=settings.chunk_size,
             recurrent_cache_size=RECURRENT_CACHE_BYTES,
             **mtp.generator_arguments(loaded.draft),
