@@ -20,6 +20,7 @@
 #include "experts.h"
 #include "measure.h"
 #include "memory/host_arena.h"
+#include "options.h"
 
 using namespace glm53;
 using namespace std::chrono_literals;
@@ -41,22 +42,17 @@ struct Settings {
 
 Settings parse(int argc, char** argv) {
     Settings s;
-    const std::pair<const char*, int*> options[] = {
-        {"--experts", &s.experts}, {"--hidden", &s.hidden}, {"--intermediate", &s.intermediate},
-        {"--bits", &s.bits},       {"--rows", &s.rows},     {"--experts-a-job", &s.experts_a_job},
-        {"--threads", &s.threads}, {"--rounds", &s.rounds}, {"--empty-jobs", &s.empty_jobs},
-        {"--gap-us", &s.gap_us}};
-    for (int i = 1; i < argc; ++i) {
-        bool known = false;
-        for (const auto& [name, value] : options) {
-            if (std::strcmp(argv[i], name) != 0) continue;
-            if (i + 1 == argc) throw std::invalid_argument(std::string(name) + " needs a value");
-            *value = std::atoi(argv[++i]);
-            known = true;
-            break;
-        }
-        if (!known) throw std::invalid_argument(std::string("unknown option ") + argv[i]);
-    }
+    bench::read_options(argc, argv,
+                        {{"--experts", &s.experts},
+                         {"--hidden", &s.hidden},
+                         {"--intermediate", &s.intermediate},
+                         {"--bits", &s.bits},
+                         {"--rows", &s.rows},
+                         {"--experts-a-job", &s.experts_a_job},
+                         {"--threads", &s.threads},
+                         {"--rounds", &s.rounds},
+                         {"--empty-jobs", &s.empty_jobs},
+                         {"--gap-us", &s.gap_us}});
     if (s.rows < 1 || s.rows > cpu::kLaneRows || s.experts_a_job < 1 || s.rows * s.experts_a_job > cpu::kLanePicks ||
         s.experts < s.experts_a_job || s.threads < 1 || s.rounds < 1 || s.empty_jobs < 1 || s.gap_us < 0) {
         throw std::invalid_argument("bad settings");

@@ -19,6 +19,7 @@
 #include "cpu/moe.h"
 #include "experts.h"
 #include "measure.h"
+#include "options.h"
 
 using namespace glm53;
 
@@ -36,21 +37,14 @@ struct Settings {
 
 Settings parse(int argc, char** argv) {
     Settings s;
-    const std::pair<const char*, int*> options[] = {
-        {"--experts", &s.experts}, {"--hidden", &s.hidden}, {"--intermediate", &s.intermediate},
-        {"--bits", &s.bits},       {"--top-k", &s.top_k},   {"--rounds", &s.rounds},
-        {"--calls", &s.calls}};
-    for (int i = 1; i < argc; ++i) {
-        bool known = false;
-        for (const auto& [name, value] : options) {
-            if (std::strcmp(argv[i], name) != 0) continue;
-            if (i + 1 == argc) throw std::invalid_argument(std::string(name) + " needs a value");
-            *value = std::atoi(argv[++i]);
-            known = true;
-            break;
-        }
-        if (!known) throw std::invalid_argument(std::string("unknown option ") + argv[i]);
-    }
+    bench::read_options(argc, argv,
+                        {{"--experts", &s.experts},
+                         {"--hidden", &s.hidden},
+                         {"--intermediate", &s.intermediate},
+                         {"--bits", &s.bits},
+                         {"--top-k", &s.top_k},
+                         {"--rounds", &s.rounds},
+                         {"--calls", &s.calls}});
     if (s.experts < s.top_k || s.top_k < 1 || s.rounds < 1 || s.calls < 1) throw std::invalid_argument("bad settings");
     return s;
 }

@@ -19,7 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
     exact_helpers.WITHOUT = tuple(filter(None, config.getoption("--without").split(",")))
 
 
-@pytest.fixture(scope="module", params=["flash", "tiny"])
+@pytest.fixture(scope="module", params=["tiny", "flash"])
 def checkpoint(request: pytest.FixtureRequest) -> Path:
     if request.param == "tiny":
         return TINY

@@ -111,6 +111,30 @@ def load_ours(path: Path, state: Path, options: LoadOptions, **changes: Any) -> 
     return load(Settings(**{**values, **changes}), lambda stage, fraction: None, options)
 
 
+SLOTS = {"tiny": 12, "flash": 60}
+"""Far fewer than there are experts, by the checkpoint's kind."""
+
+
+class Parts:
+    """Our engine's parts with a generator of their own, so that the same code asks both sides."""
+
+    def __init__(self, checkpoint: Path, state: Path, **changes: Any) -> None:
+        import exllamav3
+
+        slots = SLOTS["tiny" if checkpoint.name == "tiny" else "flash"]
+        self.exllamav3 = exllamav3
+        self.loaded = load_ours(checkpoint, state, LoadOptions(max_slots=slots), **changes)
+        self.runtime, self.model, self.passes = self.loaded.runtime, self.loaded.model, self.loaded.passes
+        self.generator = make_generator(exllamav3, self.model, self.loaded.cache, self.loaded.tokenizer)
+
+    def close(self) -> None:
+        self.loaded.close()
+        for name in ("runtime", "model", "passes", "generator"):
+            setattr(self, name, None)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def differences(ours: Answers, stock: Answers) -> list[str]:
     """What is not bit for bit the same; [] is the claim."""
     found = []

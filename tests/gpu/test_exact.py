@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ import torch
 from exact_helpers import (
     PROMPTS,
     TINY,
+    Parts,
     answer,
     differences,
     forward_logits,
     greedy,
-    load_ours,
-    make_generator,
     prompt_ids,
     settle,
 )
@@ -28,30 +26,13 @@ from glm53.engine.exllama.loader import LoadOptions
 from glm53.engine.protocol import GenerationRequest, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
-SLOTS = {"tiny": 12, "flash": 60}
 
 
-class Ours:
-    """Our engine's parts with a generator of their own, so that the same code asks both sides."""
-
-    def __init__(self, checkpoint: Path, state: Path) -> None:
-        import exllamav3
-
-        slots = SLOTS["tiny" if checkpoint.name == "tiny" else "flash"]
-        self.exllamav3 = exllamav3
-        self.loaded = load_ours(checkpoint, state, LoadOptions(max_slots=slots))
-        self.runtime, self.model, self.passes = self.loaded.runtime, self.loaded.model, self.loaded.passes
-        self.generator = make_generator(exllamav3, self.model, self.loaded.cache, self.loaded.tokenizer)
+class Ours(Parts):
+    """The parts in exact mode, held against what stock answered."""
 
     def differences(self, stock: Any, lengths: tuple[int, ...] = PROMPTS) -> list[str]:
         return differences(answer(self.exllamav3, self.model, self.generator, lengths), stock)
-
-    def close(self) -> None:
-        self.loaded.close()
-        for name in ("runtime", "model", "passes", "generator"):
-            setattr(self, name, None)
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from exact_helpers import PROMPTS, TINY, forward_logits, greedy, load_ours, make_generator, prompt_ids, stock_answers
+from exact_helpers import (
+    PROMPTS,
+    TINY,
+    Parts,
+    forward_logits,
+    greedy,
+    prompt_ids,
+)
 
 from glm53 import _core
 from glm53.engine.exllama import ExllamaEngine
@@ -21,45 +26,17 @@ from glm53.engine.protocol import GenerationRequest, SamplingParams
 from glm53.hooks import moe_modules
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
-SLOTS = {"tiny": 12, "flash": 60}
 ALL_TO_CPU = {"ct_a": 0.001, "ct_b": 0.001, "ct_t": 10.0, "ct_g": 0.0}
 """Constants with which every miss that may go to the CPU does."""
 CLOSE = 5e-3
 """Relative difference of a layer's sum that two kernels may have: float16 inputs, another order of additions."""
 
 
-@pytest.fixture(scope="module", params=["tiny", "flash"])
-def checkpoint(request: pytest.FixtureRequest) -> Path:
-    flash = os.environ.get("GLM53_TEST_FLASH")
-    if request.param == "flash" and not flash:
-        pytest.skip("GLM53_TEST_FLASH names no checkpoint of real shape")
-    return TINY if request.param == "tiny" else Path(str(flash))
-
-
-@pytest.fixture(scope="module")
-def stock(checkpoint: Path) -> Any:
-    return stock_answers(checkpoint)
-
-
-class Fast:
-    """Our engine's parts in fast mode with a generator of their own."""
+class Fast(Parts):
+    """The parts in fast mode; every miss that may go to the CPU does, unless `changes` say otherwise."""
 
     def __init__(self, checkpoint: Path, state: Path, **changes: Any) -> None:
-        import exllamav3
-
-        slots = SLOTS["tiny" if checkpoint.name == "tiny" else "flash"]
-        values = {**ALL_TO_CPU, **changes}
-        self.exllamav3 = exllamav3
-        self.loaded = load_ours(checkpoint, state, LoadOptions(max_slots=slots), mode="fast", **values)
-        self.runtime, self.model, self.passes = self.loaded.runtime, self.loaded.model, self.loaded.passes
-        self.generator = make_generator(exllamav3, self.model, self.loaded.cache, self.loaded.tokenizer)
-
-    def close(self) -> None:
-        self.loaded.close()
-        for name in ("runtime", "model", "passes", "generator"):
-            setattr(self, name, None)
-        gc.collect()
-        torch.cuda.empty_cache()
+        super().__init__(checkpoint, state, mode="fast", **{**ALL_TO_CPU, **changes})
 
 
 @pytest.fixture(scope="module")

@@ -85,3 +85,12 @@ def make_settings(tmp_path: Path, **changes: Any) -> Settings:
     """Settings for the bundled checkpoint with everything learned going to `tmp_path`."""
     base = Settings(model_dir=TINY, mode="exact", state_dir=tmp_path, cache_tokens=8192, chunk_size=512)
     return dataclasses.replace(base, **changes)
+
+
+async def collect(stream: Any) -> tuple[list[int], Any]:
+    """A stream's token ids and how it ended."""
+    ids, finish = [], None
+    async for delta in stream:
+        ids += [t.id for t in delta.tokens]
+        finish = delta.finish
+    return ids, finish

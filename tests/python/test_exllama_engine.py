@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from exllama_helpers import TINY, make_settings, use_fakes
+from exllama_helpers import TINY, collect, make_settings, use_fakes
 
 from glm53 import hooks
 from glm53.engine.exllama import ExllamaEngine, passes, tools
@@ -46,14 +46,6 @@ def stock_answer(prompt: list[int], steps: int) -> list[int]:
     for _ in range(steps):
         ids.append(int(model.forward(torch.tensor([ids[-1:]]))[0, -1].float().argmax()))
     return ids[len(prompt) :]
-
-
-async def collect(stream: Any) -> tuple[list[int], Any]:
-    ids, finish = [], None
-    async for delta in stream:
-        ids += [t.id for t in delta.tokens]
-        finish = delta.finish
-    return ids, finish
 
 
 async def answers(engine: ExllamaEngine, prompts: Any, steps: int, **extra: Any) -> list[tuple[list[int], Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from exllama_helpers import TINY, make_settings, use_fakes
+from exllama_helpers import TINY, collect, make_settings, use_fakes
 
 from glm53 import _core
 from glm53.engine.exllama import ExllamaEngine, lane
@@ -42,14 +42,6 @@ def engines(cuda: Any, tmp_path: Path) -> Iterator[Any]:
     yield make
     for engine in made:
         engine.close()
-
-
-async def collect(stream: Any) -> tuple[list[int], Any]:
-    ids, finish = [], None
-    async for delta in stream:
-        ids += [t.id for t in delta.tokens]
-        finish = delta.finish
-    return ids, finish
 
 
 def ask(engine: ExllamaEngine, prompts: list[list[int]], steps: int) -> list[tuple[list[int], Any]]:
