@@ -46,9 +46,9 @@ def as_bar(value: Any) -> dict[str, Any]:
 def wanted(bar: dict[str, Any]) -> str:
     """The limit with its direction, which a bare number leaves to the verdict beside it."""
     want, value = bar.get("want", ""), bar["value"]
-    if isinstance(want, bool | str):
+    if isinstance(want, bool | str) or value == want:
         return figure(want)
-    below = bar.get("less_is_better", (value < want) == bar["ok"] and value != want)
+    below = bar.get("less_is_better", (value < want) == bar["ok"])
     return f"{'<=' if below else '>='} {figure(want)}"
 
 
@@ -116,7 +116,8 @@ def section(name: str, result: dict[str, Any], known: dict[str, Any]) -> str:
     """One result: its origin, its bars, the figures of its plots."""
     day = re.match(r"\d{4}-\d\d-\d\d", name)
     origin = [("command", f"`{result['command']}`"), ("file", f"`{name}`"), ("day", day.group() if day else "-"),
-              ("machine", machine_of(result)), ("versions", versions_of(result))]  # fmt: skip
+              ("machine", machine_of(result)), ("versions", versions_of(result)),
+              ("limits", result.get("limits", ""))]  # fmt: skip
     parts = [f"## {title_of(result)}\n", table(["", ""], [[k, v] for k, v in origin if v])]
     rows = []
     for key, bar in ((k, as_bar(v)) for k, v in (result.get("bars") or {}).items()):

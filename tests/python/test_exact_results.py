@@ -34,7 +34,7 @@ def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
         found[f"exact.decode{n}_of_floor"] = (n / max(floor[name]) + gigabytes / ours["link_gb_s"]) / seconds
         found[f"exact.decode{n}_vs_stock"] = max(ours[name]) / max(x for s in stock for x in s[name])
     found["exact.miss_ratio"] = max(m["ours"] / m["fixed"] for n in (1, 4) for m in ours[f"misses{n}"])
-    prefills = [x for s in stock for k in s if k.startswith("prefill") for x in s[k]]
+    prefills = [x for s in stock for chunk in (2048, 8192) for x in s.get(f"prefill_{chunk}_s", [])]
     found["exact.prefill_vs_stock"] = min(prefills) / min(ours["prefill_8192_s"])
     found["exact.ram_over_experts_gb"] = (ours["ram"]["VmHWM"] - ours["experts_bytes"]) / 1e9
     found["exact.start_vs_read"] = ours["load_s"] / min(raw["read"]["cat_s"] + raw["read"]["readinto_s"])
