@@ -1,4 +1,4 @@
-"""What the tools that print one JSON line share: the machine, the versions, the line."""
+"""What the benchmarks share: the machine, the versions, the JSON line, and the rate of steps of several streams."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,15 @@ def versions(*names: str) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return out
+
+
+def steps_rate(drawn: Sequence[Sequence[float]]) -> float:
+    """tok/s of the steps that all streams take part in: from the moment on when each has drawn its first token, until
+    the first one ends. No other stream's prompt is read meanwhile. drawn: seconds at which each stream's tokens were
+    drawn, ascending. 0.0 where there is no such step."""
+    begin, end = max(times[0] for times in drawn), min(times[-1] for times in drawn)
+    tokens = sum(begin < at <= end for times in drawn for at in times)
+    return tokens / (end - begin) if tokens else 0.0
 
 
 def command(script: str, argv: list[str]) -> str:

@@ -6,8 +6,10 @@
 
 Each of --runs answers comes after --settle that are not counted. A stream's prompt is --prompt random tokens, its
 answer exactly --tokens; sampling is at --temperature with a seed per stream. The rate is all tokens of all streams but
-each one's first, over the time from the first token of any to the last of all. With an engine that has an expert cache,
-`raw.hit_rate` samples its hit rate about once a second, from the first answer on, so that warming up can be seen.
+each one's first, over the time from the first token of any to the last of all; `raw.steps_tok_s` is that of the steps
+alone that all streams take part in, without the time in which another's prompt is read. With an engine that has an
+expert cache, `raw.hit_rate` samples its hit rate about once a second, from the first answer on, so that warming up can
+be seen.
 Exit code 0: measured; 2: not (one line says why).
 """
 
@@ -29,7 +31,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-from common import command, emit, machine, say, versions
+from common import command, emit, machine, say, steps_rate, versions
 
 POLL_S = 1.0
 
@@ -210,7 +212,7 @@ def rate(times: list[list[float]]) -> float:
 
 def measure(source: Source, args: argparse.Namespace) -> dict[str, Any]:
     """Rates of the counted runs, and the hit rate over all of them."""
-    draw, number, rates = random.Random(args.seed), itertools.count(), []
+    draw, number, rates, steps = random.Random(args.seed), itertools.count(), [], []
     count = Counter()
     with sampled_hits(source, count) as curve:
         for i in range(args.settle + args.runs):
@@ -221,8 +223,10 @@ def measure(source: Source, args: argparse.Namespace) -> dict[str, Any]:
             if any(not t for t in times):
                 raise Failed("a stream brought no tokens")
             rates.append(rate(times))
+            steps.append(steps_rate(times))
             say(f"run {i + 1}{' (to settle)' if i < args.settle else ''}: {rates[-1]:.2f} tokens/s")
-    raw: dict[str, Any] = {"settle_tok_s": rates[: args.settle], "tok_s": rates[args.settle :]}
+    counted = slice(args.settle, None)
+    raw: dict[str, Any] = {"settle_tok_s": rates[: args.settle], "tok_s": rates[counted], "steps_tok_s": steps[counted]}
     return raw | ({"hit_rate": curve} if curve else {})
 
 

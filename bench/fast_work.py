@@ -14,6 +14,7 @@ from typing import Any
 
 import gpu_exact
 from exact_process import peak_ram
+from exact_run import SHORT, Runner, ids_of
 from fast_profile import LayerClock, breakdown, table
 
 COUNTED = ("steps", "hits", "misses", "admissions", "cpu_picks", "cpu_steps", "cpu_bytes")
@@ -71,13 +72,13 @@ def work_glm(args: argparse.Namespace, mode: str) -> dict[str, Any]:
         max_chunk_size=2048,
         recurrent_cache_size=1 << 30,
     )
-    runner = gpu_exact.Runner(exl, generator)
+    runner = Runner(exl, generator)
     out: dict[str, Any] = {"mode": mode, "slots": loaded.slots, "load": loaded.times, "split": changes, **lane}
     out["without"] = args.without
     runner.settle(args.new)
     for n in (1, 4):
         before = counters(loaded)
-        out[f"decode{n}_tok_s"] = runner.decode(args.new, n, args.runs)
+        out |= runner.decode(args.new, n, args.runs)
         after = counters(loaded)
         out[f"counts{n}"] = {name: after[name] - before[name] for name in after}
         out[f"fault{n}"] = loaded.passes.fault()
@@ -106,11 +107,11 @@ def profile(loaded: Any, runner: Any, streams: int, steps: int) -> dict[str, Any
 
     random, generator = torch.Generator().manual_seed(61), runner.generator
     for s in range(streams):
-        ids, sampler = gpu_exact.ids_of(gpu_exact.SHORT, random), runner.exl.ComboSampler(temperature=1.0)
+        ids, sampler = ids_of(SHORT, random), runner.exl.ComboSampler(temperature=1.0)
         generator.enqueue(runner.exl.Job(input_ids=ids, max_new_tokens=steps + 2, sampler=sampler, seed=61 + s))
-    drawn = 0
-    while drawn < streams:
-        drawn += sum(r.get("token_ids") is not None for r in generator.iterate())
+    drawn: set[int] = set()
+    while len(drawn) < streams:
+        drawn |= {id(r["job"]) for r in generator.iterate() if r["stage"] == "streaming"}
 
     def step() -> bool:
         generator.iterate()

@@ -13,9 +13,16 @@ of its own, all on one machine one after the other:
   stock-T stock with its own CPU expert split on T threads (stock-T-brief: decode only)
   equal   pytest tests/gpu/test_exact.py: logits and tokens against stock, churn, waits
   http, lanes, mtp, vram  its test_http.py, test_bench_lanes.py, test_drafting.py and, on 24 GB of VRAM, test_vram.py
-Protocol of every model: 300-token prompts, temperature 1 with fixed seeds, three runs to settle, two to count.
-A ratio is only made of figures from one call. A worker of glm53 that fails where an optional part of the loader may be
-the cause is run again without that part; `without` in its JSON names what was left out, DIR/NAME-whole.error the cause.
+Protocol of every model: 300-token prompts, temperature 1 with fixed seeds, three runs to settle, two or more to count.
+  decodeN_tok_s  N streams together: all tokens but N, from the first token of any stream to the last of all. A prompt
+                 whose pages are still cached is ready before the others', whose reading is in the time then. The ratios
+                 to stock are made of this, on both sides
+  stepsN_tok_s   only the steps that all N take part in, from the last stream's first token to the end of the first
+                 stream: no reading of prompts. The shares of the floor are made of this, on both sides, for the floor
+                 is that of a step (of decodeN_tok_s where a record is older than stepsN_tok_s)
+With one stream the two are the same. A ratio is only made of figures from one call. A worker of glm53 that fails where
+an optional part of the loader may be the cause is run again without that part; `without` in its JSON names what was
+left out, DIR/NAME-whole.error the cause.
 """
 
 from __future__ import annotations
@@ -31,7 +38,8 @@ from typing import Any
 
 import exact_bars
 from exact_process import peak_ram, plain_read, run_limited
-from exact_trace import Traced, fixed_misses, layer_times, moe_trace
+from exact_run import LONG, PROMPT, SHORT, Runner
+from exact_trace import Traced, fixed_misses, layer_times
 
 TESTS = {"equal": "exact", "http": "http", "lanes": "bench_lanes", "mtp": "drafting", "vram": "vram"}
 """Stages that are a file of tests/gpu, without the "test_" of its name."""
@@ -47,14 +55,7 @@ OPTIONAL = {
     "bulk_scales": ("expert_tensors.py", "scales.py", "expert tensors", "CUDA error", "AcceleratorError"),
 }
 """Parts of the loader that a run can do without (fields of `LoadOptions`), and words of an error that may be theirs."""
-PROMPT, LONG, SHORT = 300, 4103, 40
 HOT_SHARE = 31
-
-
-def ids_of(tokens: int, generator: Any) -> Any:
-    import torch
-
-    return torch.randint(0, 2000, (1, tokens), generator=generator)
 
 
 def without(args: argparse.Namespace) -> dict[str, bool]:
@@ -66,83 +67,6 @@ def save(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """What a worker has found so far is the stage's record: what may fail after it costs nothing of that."""
     if args.worker:
         Path(args.out, f"{args.worker}.json").write_text(json.dumps(result))
-
-
-class Runner:
-    """Drives an exllamav3 generator; the same for all models."""
-
-    def __init__(self, exllamav3: Any, generator: Any) -> None:
-        self.exl, self.generator = exllamav3, generator
-
-    def run(self, prompt: int, new: int, streams: int = 1, seed: int = 0) -> tuple[float, float]:
-        """Seconds to the first token, and tok/s of all streams after it."""
-        import torch
-
-        random = torch.Generator().manual_seed(seed)
-        for s in range(streams):
-            sampler = self.exl.ComboSampler(temperature=1.0)
-            job = self.exl.Job(input_ids=ids_of(prompt, random), max_new_tokens=new, sampler=sampler, seed=seed + s)
-            self.generator.enqueue(job)
-        torch.cuda.synchronize()
-        start, first, last, n = time.perf_counter(), 0.0, 0.0, 0
-        while self.generator.num_remaining_jobs():
-            for r in self.generator.iterate():
-                if r["stage"] == "error":
-                    raise r["error"]
-                if r.get("token_ids") is not None:
-                    last = time.perf_counter()
-                    first = first or last
-                    n += r["token_ids"].numel()
-        return first - start, (n - streams) / (last - first) if last > first else 0.0
-
-    def traced(self, loaded: Any, steps: int) -> dict[str, Any]:
-        """The host's CUDA calls inside the MoE layers of decode steps alone; the prompt is read before."""
-        import torch
-
-        from glm53.hooks import moe_modules
-
-        ids = ids_of(SHORT, torch.Generator().manual_seed(61))
-        sampler = self.exl.ComboSampler(temperature=1.0)
-        self.generator.enqueue(self.exl.Job(input_ids=ids, max_new_tokens=steps + 2, sampler=sampler, seed=61))
-        while not any(r.get("token_ids") is not None for r in self.generator.iterate()):
-            pass
-
-        def decode() -> None:
-            while self.generator.num_remaining_jobs():
-                self.generator.iterate()
-
-        return moe_trace(decode, moe_modules(self.exl, loaded.model))
-
-    def decode(self, new: int, streams: int, runs: int) -> list[float]:
-        """tok/s of all streams together, after one run of the same shape."""
-        self.run(PROMPT, new, streams, 40 + streams)
-        return [self.run(PROMPT, new, streams, 50 + i)[1] for i in range(runs)]
-
-    def settle(self, new: int) -> None:
-        """Lets kernels and placement settle."""
-        self.run(64, 16)
-        for i in range(3):
-            self.run(PROMPT, new, 1, 10 + i)
-
-    def steps(self, prompt: int, seed: int) -> list[float]:
-        """Seconds of each of the generator's rounds up to the first token, waiting for the device after each."""
-        import torch
-
-        ids = ids_of(prompt, torch.Generator().manual_seed(seed))
-        sampler = self.exl.ComboSampler(temperature=1.0)
-        self.generator.enqueue(self.exl.Job(input_ids=ids, max_new_tokens=1, sampler=sampler, seed=seed))
-        rounds = []
-        while self.generator.num_remaining_jobs():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            self.generator.iterate()
-            torch.cuda.synchronize()
-            rounds.append(time.perf_counter() - start)
-        return rounds
-
-    def prefill(self) -> list[float]:
-        """Seconds to the first token of the long prompt, after one run."""
-        return [self.run(LONG, 2, 1, 89 + i)[0] for i in range(3)][1:]
 
 
 def work_stock(args: argparse.Namespace) -> dict[str, Any]:
@@ -165,7 +89,7 @@ def work_stock(args: argparse.Namespace) -> dict[str, Any]:
 
     at_2048 = runner(2048)
     at_2048.settle(args.new)
-    out: dict[str, Any] = {f"decode{n}_tok_s": at_2048.decode(args.new, n, args.runs) for n in (1, 4)}
+    out: dict[str, Any] = at_2048.decode(args.new, 1, args.runs) | at_2048.decode(args.new, 4, args.runs)
     if not args.brief:
         out["prefill_2048_s"] = at_2048.prefill()
         at_8192 = runner(8192)
@@ -243,7 +167,7 @@ def measure_ours(runner: Runner, loaded: Any, args: argparse.Namespace) -> dict[
     out: dict[str, Any] = {}
     runner.settle(args.new)
     for n in (1, 4):
-        out[f"decode{n}_tok_s"] = runner.decode(args.new, n, args.runs)
+        out |= runner.decode(args.new, n, args.runs)
         trace = Traced(loaded.passes, loaded.passes.route)
         out[f"misses{n}"] = [traced_misses(runner, loaded, trace, (args.new, n, 50 + args.runs - 1))]
     out["prefill_8192_s"] = runner.prefill()
@@ -251,7 +175,7 @@ def measure_ours(runner: Runner, loaded: Any, args: argparse.Namespace) -> dict[
     out["prefill_layers"] = layer_times(lambda: runner.run(LONG, 1, 1, 98), loaded.patch, loaded.passes.route)
     out["prompts"] = prompt_times(runner, loaded)
     before = loaded.runtime.stats(0)
-    seconds, _ = runner.run(SHORT, 2, 1, 77)
+    seconds = runner.run(SHORT, 2, 1, 77).first_s
     after = loaded.runtime.stats(0)
     out["short"] = {
         "tokens": SHORT, "seconds": seconds,
@@ -287,7 +211,7 @@ def prompt_times(runner: Runner, loaded: Any) -> dict[str, list[float]]:
         for name, threshold, seed in (("in_place", 10**9, 10_000), ("staged", 9, 20_000)):  # no prompt is read twice
             loaded.passes.threshold = threshold
             for n in (513, 1025, 2049, LONG):
-                out[f"{name} {n - 1}"] = [runner.run(n, 2, 1, seed + n + i)[0] for i in range(2)]
+                out[f"{name} {n - 1}"] = [runner.run(n, 2, 1, seed + n + i).first_s for i in range(2)]
     finally:
         loaded.passes.threshold = usual
     return out

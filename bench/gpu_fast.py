@@ -15,7 +15,8 @@ limit leaves a record of that and lets the next run. Stages, each in a process o
   kl, kl2      bench/decode_kl.py on CHECKPOINT and on --also: fast against exact beside stock's two decode paths
   equal        pytest tests/gpu/test_fast.py: prompts bit for bit stock's, a stalled lane, four streams
   soak-N       --soak seconds of mixed load with cancelled streams, paired with exact steps; N tells the calls apart
-Protocol of every model: 300-token prompts, temperature 1 with fixed seeds, three runs to settle, two to count.
+Protocol of every model: 300-token prompts, temperature 1 with fixed seeds, three runs to settle, two to count; rates as
+in bench/gpu_exact.py: decodeN_tok_s for ratios to stock and exact mode, stepsN_tok_s for shares of the floor.
 A ratio of speeds is only made of figures from one call.
 """
 

@@ -11,10 +11,13 @@ import html
 import itertools
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from exact_bars import step_key
 
 WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 620, 300, 58, 24, 40, 22
 LEGEND_ROW = 20
@@ -212,20 +215,29 @@ def sides(raw: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return {name: [r for r in runs if "decode1_tok_s" in r] for name, runs in found.items()}
 
 
+def best_rates(runs: list[dict[str, Any]], kind: str) -> dict[int, float]:
+    """Best rate by number of streams."""
+    found: dict[int, float] = {}
+    for name, rates in (item for run in runs for item in run.items()):
+        key = re.fullmatch(rf"{kind}(\d+)_tok_s", name)
+        if key and rates:
+            found[int(key[1])] = max([*rates, found.get(int(key[1]), 0.0)])
+    return found
+
+
 def against_stock(raw: dict[str, Any]) -> Iterator[Plot]:
     """Decode and prefill of `gpu_exact.py` and `gpu_fast.py`: the best run of each side."""
     models = {name: runs for name, runs in sides(raw).items() if runs}
     if len(models) < 2:
         return
-    streams = sorted({int(k[6:-6]) for runs in models.values() for r in runs for k in r
-                      if k.startswith("decode") and k.endswith("_tok_s")})  # fmt: skip
-
-    def best(runs: list[dict[str, Any]], n: int) -> float | None:
-        return max((max(r[f"decode{n}_tok_s"]) for r in runs if r.get(f"decode{n}_tok_s")), default=None)
-
-    series = {name: [best(runs, n) for n in streams] for name, runs in models.items()}
-    labels = [f"{n} stream{'s'[: n - 1]}" for n in streams]
-    yield Plot("bars", "Decode against stock, all streams together", "tokens/s", labels, series)
+    for kind, title in (("decode", "Decode against stock, all streams together"),
+                        ("steps", "The same of the steps alone that all streams take part in")):  # fmt: skip
+        found = {name: best_rates(runs, kind) for name, runs in models.items()}
+        streams = sorted({n for rates in found.values() for n in rates})
+        labels = [f"{n} stream{'s'[: n - 1]}" for n in streams]
+        series = {name: [rates.get(n) for n in streams] for name, rates in found.items()}
+        if streams:
+            yield Plot("bars", title, "tokens/s", labels, series)
     chunks = ("prefill_2048_s", "prefill_8192_s")
     shortest = {name: min((min(r[k]) for r in runs for k in chunks if k in r), default=None)
                 for name, runs in models.items()}  # fmt: skip
@@ -266,10 +278,11 @@ def layer_plot(raw: dict[str, Any]) -> Iterator[Plot]:
     labels, compute, moved, whole = [], [], [], []
     for n in (1, 4):
         layers, missed = ours["moe_layers"], statistics.fmean(m["ours"] for m in ours[f"misses{n}"])
+        key = step_key(n, ours, floor)
         labels += [f"{n} stream{'s'[: n - 1]}:\nparts", f"{n} stream{'s'[: n - 1]}:\nmeasured"]
-        compute += [1e6 * n / max(floor[f"decode{n}_tok_s"]) / layers, None]
+        compute += [1e6 * n / max(floor[key]) / layers, None]
         moved += [1e-3 * missed * ours["expert_bytes"] / ours["link_gb_s"], None]
-        whole += [None, 1e6 * n / max(ours[f"decode{n}_tok_s"]) / layers]
+        whole += [None, 1e6 * n / max(ours[key]) / layers]
     series = {"all else, every expert in VRAM": compute, "misses over PCIe at its measured rate": moved,
               "glm53, whole step": whole}  # fmt: skip
     note = "A step divided by its MoE layers. Parts that add up to more than the whole overlap in time."

@@ -28,10 +28,11 @@ def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"exact.equal": all(t["ok"] for t in raw["equal"]["tests"]) and all(kinds)}
     for n in (1, 4):
         name = f"decode{n}_tok_s"
-        seconds = n / max(ours[name])
+        of_steps = f"steps{n}_tok_s" if all(f"steps{n}_tok_s" in side for side in (ours, floor)) else name
         missed = [m["ours"] for m in ours[f"misses{n}"]]
         gigabytes = ours["moe_layers"] * (sum(missed) / len(missed)) * ours["expert_bytes"] / 1e9
-        found[f"exact.decode{n}_of_floor"] = (n / max(floor[name]) + gigabytes / ours["link_gb_s"]) / seconds
+        seconds = n / max(floor[of_steps]) + gigabytes / ours["link_gb_s"]
+        found[f"exact.decode{n}_of_floor"] = seconds * max(ours[of_steps]) / n
         found[f"exact.decode{n}_vs_stock"] = max(ours[name]) / max(x for s in stock for x in s[name])
     found["exact.miss_ratio"] = max(m["ours"] / m["fixed"] for n in (1, 4) for m in ours[f"misses{n}"])
     prefills = [x for s in stock for chunk in (2048, 8192) for x in s.get(f"prefill_{chunk}_s", [])]
@@ -57,6 +58,14 @@ def test_bars_follow_from_the_raw_figures(path: Path) -> None:
             value == want if isinstance(value, bool) else (value <= want if name in LESS_IS_BETTER else value >= want)
         )
         assert bar["ok"] == over, name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_a_result_says_which_rates_its_shares_of_the_floor_are_of(path: Path) -> None:
+    document = json.loads(path.read_text())
+    sides = [document["raw"][name] for name in ("ours", "floor")]
+    wanted = [f"{'steps' if all(f'steps{n}_tok_s' in s for s in sides) else 'decode'}{n}_tok_s" for n in (1, 4)]
+    assert document["settings"]["of_floor_from"] == wanted
 
 
 def test_there_is_a_result() -> None:

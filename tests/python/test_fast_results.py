@@ -12,6 +12,7 @@ from fast_figures import synthetic
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "bench" / "results").glob("*-fast*.json"))
 LESS_IS_BETTER = {"fast.kl_vs_noise", "fast.ram_over_exact_gb"}
+STEPS = "made up, with rates of steps"
 PREFILL = "test_prompts_of_any_length_are_bit_for_bit_those_of_stock"
 
 
@@ -27,7 +28,9 @@ def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
             if name in raw.get("floor", {}):
                 gigabytes = fast["moe_layers"] * (counts["misses"] / counts["steps"]) * fast["expert_bytes"] / 1e9
                 seconds = gigabytes / (fast["rates"]["cpu_gb_s"] + fast["rates"]["copy_gb_s"])
-                found[f"fast.decode{n}_of_floor"] = (n / max(raw["floor"][name]) + seconds) * max(fast[name]) / n
+                floor = raw["floor"]
+                key = f"steps{n}_tok_s" if f"steps{n}_tok_s" in fast and f"steps{n}_tok_s" in floor else name
+                found[f"fast.decode{n}_of_floor"] = (n / max(floor[key]) + seconds) * max(fast[key]) / n
         moved = sum(fast[f"counts{n}"]["lane_bytes"] for n in (1, 4))
         found["fast.cpu_lane_gbs"] = moved / 1e9 / sum(fast[f"counts{n}"]["lane_s"] for n in (1, 4))
         if "ram" in raw.get("exact", {}):
@@ -48,17 +51,20 @@ def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def made_up(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def made_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import fast_bars
 
     raw = synthetic(fast_bars.PREFILL_MUST_HAVE)
+    if kind == STEPS:
+        raw["fast"] |= {"steps1_tok_s": [100.0], "steps4_tok_s": [200.0, 180.0]}
+        raw["floor"] |= {"steps1_tok_s": [250.0], "steps4_tok_s": [500.0]}
     return {"raw": raw, "bars": fast_bars.bars(raw)}
 
 
-@pytest.mark.parametrize("path", [None, *FILES], ids=lambda p: p.name if p else "made up")
-def test_bars_follow_from_the_raw_figures(path: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    document = json.loads(path.read_text()) if path else made_up(monkeypatch)
+@pytest.mark.parametrize("path", ["made up", STEPS, *FILES], ids=lambda p: getattr(p, "name", p))
+def test_bars_follow_from_the_raw_figures(path: Path | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = json.loads(path.read_text()) if isinstance(path, Path) else made_up(path, monkeypatch)
     found = recomputed(document["raw"])
     assert set(document["bars"]) <= set(found)
     for name, bar in document["bars"].items():

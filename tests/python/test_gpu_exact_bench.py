@@ -175,9 +175,9 @@ def test_no_prompt_is_read_both_ways(bench: Any) -> None:
     read = []
 
     class Runner:
-        def run(self, prompt: int, new: int, streams: int, seed: int) -> tuple[float, float]:
+        def run(self, prompt: int, new: int, streams: int, seed: int) -> Any:
             read.append((prompt, seed))
-            return 0.5, 0.0
+            return argparse.Namespace(first_s=0.5)
 
     loaded = argparse.Namespace(passes=argparse.Namespace(threshold=1152))
     times = bench.prompt_times(Runner(), loaded)
@@ -245,6 +245,29 @@ def test_bars_against_stock_are_left_out_where_stock_did_not_run(bench: Any) -> 
     stock = {"decode1_tok_s": [25.0], "decode4_tok_s": [30.0], "prefill_8192_s": [0.9]}
     against = {"exact.decode1_vs_stock", "exact.decode4_vs_stock", "exact.prefill_vs_stock"}
     assert set(bench.exact_bars.bars({**raw, "stock-12": stock})) == wanted | against
+
+
+def test_shares_of_the_floor_are_of_steps_where_both_sides_have_them(bench: Any) -> None:
+    """4 layers of 5 misses of 10 MB at 50 GB/s are 4 ms; with every expert in VRAM a step takes 6 ms, of 4 streams."""
+    ours = {"moe_layers": 4, "expert_bytes": 10_000_000, "link_gb_s": 50.0, "prefill_8192_s": [0.4]}
+    floor: dict[str, Any] = {}
+    for n in (1, 4):
+        ours |= {f"decode{n}_tok_s": [n / 0.02], f"misses{n}": [{"ours": 5.0, "fixed": 5.0}]}
+        floor[f"decode{n}_tok_s"] = [n / 0.008]
+    stock = {"decode1_tok_s": [25.0], "decode4_tok_s": [50.0], "steps4_tok_s": [80.0]}
+    old = bench.exact_bars.bars({"ours": ours, "floor": floor, "stock-12": stock})
+    assert old["exact.decode4_of_floor"]["value"] == pytest.approx(12 / 20)
+    one_side = {**ours, "steps4_tok_s": [4 / 0.0125]}
+    assert bench.exact_bars.bars({"ours": one_side, "floor": floor, "stock-12": stock}) == old
+    assert bench.exact_bars.floor_rates(one_side, floor) == {"of_floor_from": ["decode1_tok_s", "decode4_tok_s"]}
+    steps = {**floor, "steps4_tok_s": [4 / 0.006, 4 / 0.007]}
+    new = bench.exact_bars.bars({"ours": one_side, "floor": steps, "stock-12": stock})
+    assert new["exact.decode4_of_floor"]["value"] == pytest.approx(10 / 12.5)
+    assert bench.exact_bars.floor_rates(one_side, steps) == {"of_floor_from": ["decode1_tok_s", "steps4_tok_s"]}
+    del old["exact.decode4_of_floor"], new["exact.decode4_of_floor"]
+    assert new == old
+    none = {**steps, "steps4_tok_s": [0.0]}  # streams that never drew at once
+    assert bench.exact_bars.step_key(4, one_side, none) == "decode4_tok_s"
 
 
 def test_what_a_worker_found_is_kept_while_it_goes_on(bench: Any, tmp_path: Path) -> None:

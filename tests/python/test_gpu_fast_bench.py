@@ -45,6 +45,19 @@ def test_bars_follow_from_the_raw_figures(bench: Any) -> None:
         assert found[name]["ok"] is ok, name
 
 
+def test_the_share_of_the_floor_is_of_steps_and_the_ratio_to_stock_of_whole_runs(bench: Any) -> None:
+    raw = synthetic(bench.fast_bars.PREFILL_MUST_HAVE)
+    old = bench.fast_bars.bars(raw)
+    raw["fast"]["steps4_tok_s"] = [200.0]  # 20 ms a step; the floor is 16 ms of both lanes and what the floor takes
+    assert bench.fast_bars.bars(raw) == old
+    raw["floor"]["steps4_tok_s"] = [500.0, 400.0]
+    new = bench.fast_bars.bars(raw)
+    assert new["fast.decode4_of_floor"]["value"] == pytest.approx((0.008 + 0.016) / 0.02)
+    assert {k: v for k, v in new.items() if "decode4_of" not in k} == {
+        k: v for k, v in old.items() if "decode4_of" not in k
+    }
+
+
 @pytest.mark.parametrize(
     ("change", "name", "ok"),
     [
@@ -172,13 +185,14 @@ def test_a_step_is_cut_at_the_hooks_and_left_as_it_was(
 @pytest.fixture
 def stand_in(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The worker's surroundings on the host device: rates and device events are made up."""
+    import exact_run
     import fast_work
 
     use_fakes(monkeypatch)
     clock = Clock()
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: clock.event())
     monkeypatch.setattr(bench.gpu_exact, "link_rate", lambda loaded: 25.0)
-    monkeypatch.setattr(bench.gpu_exact, "PROMPT", 20)
+    monkeypatch.setattr(exact_run, "PROMPT", 20)
     monkeypatch.setattr(fast_work, "both_rates", lambda loaded, cpus: {"cpu_gb_s": 60.0, "copy_gb_s": 40.0})
     return fast_work
 
@@ -197,7 +211,8 @@ def test_both_modes_are_measured_whole_and_make_bars(bench: Any, stand_in: Any, 
     assert (fast["mode"], exact["mode"]) == ("fast", "exact")
     assert fast["split"] == {"cpu_expert_ns": 1, "handoff_ns": 0}
     for n in (1, 4):
-        assert len(fast[f"decode{n}_tok_s"]) == 2
+        assert len(fast[f"decode{n}_tok_s"]) == len(fast[f"steps{n}_tok_s"]) == 2
+        assert min(fast[f"steps{n}_tok_s"] + exact[f"steps{n}_tok_s"]) > 0
         assert fast[f"counts{n}"]["cpu_picks"] > 0
         assert fast[f"counts{n}"]["lane_bytes"] == fast[f"counts{n}"]["cpu_bytes"]
         assert exact[f"counts{n}"]["cpu_picks"] == 0

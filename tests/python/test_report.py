@@ -120,6 +120,24 @@ def test_a_side_by_side_run_is_drawn_against_stock_and_the_floor() -> None:
     assert prefill.series == {"stock exllamav3": [1.0], "glm53 exact": [0.5], "every expert in VRAM": [0.25]}
 
 
+def test_steps_of_all_streams_are_drawn_beside_whole_runs_and_make_the_parts_of_a_layer() -> None:
+    sides = {name: dict(record) for name, record in SIDES.items()}
+    sides["ours"] |= {"steps1_tok_s": [100.0], "steps4_tok_s": [200.0, 180.0]}
+    assert (
+        plots(sides)["Time per MoE layer of a decode step, by cause"]
+        == plots(SIDES)["Time per MoE layer of a decode step, by cause"]
+    )
+    sides["floor"] |= {"steps1_tok_s": [200.0], "steps4_tok_s": [500.0]}
+    found = plots(sides)
+    steps = found["The same of the steps alone that all streams take part in"]
+    wanted = {"stock exllamav3": [None, None], "glm53 exact": [100.0, 200.0], "every expert in VRAM": [200.0, 500.0]}
+    assert steps.series == wanted
+    assert found["Decode against stock, all streams together"].series["glm53 exact"] == [100.0, 160.0]
+    compute, _, whole = found["Time per MoE layer of a decode step, by cause"].series.values()
+    assert compute[2] == pytest.approx(4e6 / 500 / 4)
+    assert whole[3] == pytest.approx(4e6 / 200 / 4)
+
+
 def test_time_per_layer_is_piled_up_by_cause() -> None:
     pile = plots(SIDES)["Time per MoE layer of a decode step, by cause"]
     assert pile.kind == "stack"

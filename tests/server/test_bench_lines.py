@@ -48,7 +48,7 @@ def test_decode_through_the_cpu_engine_in_this_process() -> None:
     assert code == 0, told
     assert set(line) == KEYS
     assert line["settings"]["mode"] == "cpu"
-    assert len(line["raw"]["tok_s"]) == 2
+    assert len(line["raw"]["tok_s"]) == len(line["raw"]["steps_tok_s"]) == 2
     assert len(line["raw"]["settle_tok_s"]) == 1
     assert min(line["raw"]["tok_s"]) <= line["bars"]["decode.x2_tok_s"]["value"] <= max(line["raw"]["tok_s"])
     assert "hit_rate" not in line["raw"]  # the CPU engine has no expert cache
@@ -128,6 +128,16 @@ def test_a_rate_leaves_out_each_streams_first_token(monkeypatch: pytest.MonkeyPa
     assert decode.rate([[1.0, 2.0, 3.0], [2.0, 5.0]]) == pytest.approx(3 / 4)
     with pytest.raises(decode.Failed):
         decode.rate([[1.0]])
+
+
+def test_a_rate_of_steps_begins_with_the_last_stream_and_ends_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    from common import steps_rate
+
+    assert steps_rate([[1.0, 2.0, 3.0]]) == pytest.approx(1.0)
+    late = [5.0, 5.5, 6.0, 6.5, 7.0]  # the other waited four seconds for its second token
+    assert steps_rate([[1.0, *late[:4]], late]) == pytest.approx(6 / 1.5)
+    assert steps_rate([[1.0, 2.0], [3.0, 4.0]]) == 0.0
 
 
 def test_cpu_moe_prints_one_line_beside_its_table(tmp_path: Path) -> None:
