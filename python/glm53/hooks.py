@@ -150,18 +150,27 @@ def verify_split(modules: list[Any], limit: float) -> None:
 
 
 @contextmanager
-def unfilled_embeddings() -> Iterator[None]:
-    """New `torch.nn.Embedding`s are not filled with random numbers while this is entered. exllamav3 makes its own on
-    the meta device and gives it the loaded weight: nothing is there to fill, but torch imports torch._dynamo for that,
-    a second or two of Python on the loading thread."""
+def plain_meta_tensors() -> Iterator[None]:
+    """What exllamav3 does with tensors on the meta device costs no imports while this is entered: torch would bring in
+    torch._dynamo to fill a new `torch.nn.Embedding` with random numbers that nobody reads (the loaded weight replaces
+    it), and sympy with some 500 modules to find the strides of `torch.empty_like` (KDA states): a second or two on the
+    loading thread, three where Python keeps no compiled modules."""
     import torch
 
-    original = torch.nn.Embedding.reset_parameters
+    reset, like = torch.nn.Embedding.reset_parameters, torch.empty_like
+
+    def empty_like(tensor: Any, **kwargs: Any) -> Any:
+        if tensor.is_meta and tensor.is_contiguous() and kwargs.keys() <= {"device", "dtype"}:
+            return torch.empty(tensor.shape, **{"device": tensor.device, "dtype": tensor.dtype, **kwargs})
+        return like(tensor, **kwargs)
+
     torch.nn.Embedding.reset_parameters = lambda self: None  # type: ignore[method-assign]
+    torch.empty_like = empty_like
     try:
         yield
     finally:
-        torch.nn.Embedding.reset_parameters = original  # type: ignore[method-assign]
+        torch.nn.Embedding.reset_parameters = reset  # type: ignore[method-assign]
+        torch.empty_like = like
 
 
 def prefill_layers(model: Any, modules: list[Any]) -> int:

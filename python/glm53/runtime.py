@@ -11,6 +11,7 @@ exllamav3's modules meanwhile is not disturbed.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +26,7 @@ from .errors import CheckpointError, DeviceError
 
 PARTS = ("gate", "up", "down")
 PART_ALIGN = 256
-MAKE_THREADS, FILL_THREADS = 4, 8
+MAKE_THREADS, FILL_THREADS = 8, 8
 PIN_CHUNK_BYTES = 1 << 30
 """An arena is page-locked in pieces of this size (device.h). CUDA refuses a copy that reads from two of them: native
 copies are cut there, torch's are not."""
@@ -108,10 +109,13 @@ class PinnedExperts:
         self._times = dict.fromkeys(("populate_s", "pin_s", "read_s", "arenas_wall_s", "wall_s"), 0.0)
         self._makers = ThreadPoolExecutor(MAKE_THREADS, thread_name_prefix="glm53-pin")
         self._pool = ThreadPoolExecutor(FILL_THREADS, thread_name_prefix="glm53-fill")
+        self._started = threading.Event()
         self._arenas: dict[int, Future[Any]] = {layer: self._makers.submit(self._make, layer) for layer in self.layers}
         self._fills: dict[int, Future[None]] = {layer: self._pool.submit(self._fill, layer) for layer in self.layers}
+        self._started.set()
 
     def _make(self, layer: int) -> Any:
+        self._started.wait()  # a thread's stack is mapped memory: beside pages being made its start takes long
         try:
             made = _core.HostArena(self.experts * self.layout.stride, f"experts of layer {layer}", self._device)
             self._times["arenas_wall_s"] = time.monotonic() - self._start_s

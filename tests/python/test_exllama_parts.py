@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -292,12 +293,45 @@ def test_a_layer_costs_one_copy_and_keeps_no_bytes_of_its_own(exllamav3: Any, mo
 
 
 def test_loading_fills_no_embedding_and_puts_torch_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = torch.nn.Embedding.reset_parameters
+    original = torch.nn.Embedding.reset_parameters, torch.empty_like
     monkeypatch.setattr(torch.nn.init, "normal_", lambda *a, **k: pytest.fail("an embedding was filled"))
-    with pytest.raises(RuntimeError, match="load failed"), hooks.unfilled_embeddings():
+    with pytest.raises(RuntimeError, match="load failed"), hooks.plain_meta_tensors():
         torch.nn.Embedding(4, 2, device="meta")
         raise RuntimeError("load failed")
-    assert torch.nn.Embedding.reset_parameters is original
+    assert (torch.nn.Embedding.reset_parameters, torch.empty_like) == original
+
+
+def test_tensors_like_those_on_the_meta_device_are_made_as_torch_makes_them() -> None:
+    meta = torch.empty(3, 4, dtype=torch.bfloat16, device="meta")
+    swapped = torch.arange(6.0).view(2, 3).t()
+    asked: list[tuple[torch.Tensor, dict[str, Any]]] = [
+        (meta, {"device": "cpu"}), (meta, {}), (meta, {"dtype": torch.half}), (meta.t(), {"device": "cpu"}),
+        (swapped, {}), (swapped, {"memory_format": torch.contiguous_format}),
+    ]  # fmt: skip
+
+    def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+    usual = [kind(torch.empty_like(t, **k)) for t, k in asked]
+    with hooks.plain_meta_tensors():
+        assert [kind(torch.empty_like(t, **k)) for t, k in asked] == usual
+
+
+@pytest.mark.parametrize(
+    ("within", "imported"), [("contextlib.nullcontext", True), ("hooks.plain_meta_tensors", False)]
+)
+def test_what_a_load_does_on_the_meta_device_imports_no_sympy(within: str, imported: bool) -> None:
+    """A process of its own: here other tests have imported it."""
+    code = f"""
+import contextlib, sys, torch
+from glm53 import hooks
+with {within}():
+    torch.empty_like(torch.empty(2, 3, device="meta"), device="cpu")
+    torch.nn.Embedding(4, 2, device="meta")
+print("sympy" in sys.modules or "torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(imported)]
 
 
 def test_garbage_is_collected_again_after_a_load_that_fails() -> None:

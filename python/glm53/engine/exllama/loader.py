@@ -28,7 +28,7 @@ from ...hooks import (
     TrellisSource,
     import_exllamav3,
     moe_modules,
-    unfilled_embeddings,
+    plain_meta_tensors,
     verify_layers,
     verify_split,
 )
@@ -185,10 +185,11 @@ def _load(settings: Settings, progress: Progress, options: LoadOptions) -> Loade
     phases = Phases()
     device, pinned, opened = _open_both(settings, phases)
     with opened as checkpoint:
-        store = PinnedExperts(checkpoint, device, progress)  # reads on beside all that follows
-        scales = ExpertScales(checkpoint, store.layers)  # so does this
-        phases.end("headers")
+        scales = ExpertScales(checkpoint, checkpoint.config.moe_layers)  # reads on beside all that follows
+        store: PinnedExperts | None = None
         try:
+            store = PinnedExperts(checkpoint, device, progress)  # so does this
+            phases.end("headers")
             progress("exllamav3", 0.0)
             exllamav3 = import_exllamav3()
             if pinned is not None:
@@ -197,7 +198,8 @@ def _load(settings: Settings, progress: Progress, options: LoadOptions) -> Loade
             loading = _Loading(settings, options, exllamav3, store, device, phases, scales)
             return loading.run(checkpoint, progress)
         except BaseException:
-            store.abandon()
+            if store is not None:
+                store.abandon()
             raise
         finally:
             scales.abandon()
@@ -243,7 +245,7 @@ class _Loading:
             if settings.mtp:
                 self.draft = Draft(self.exllamav3, config, checkpoint, self.device, settings)
                 self.draft.cache = self.exllamav3.Cache(self.draft.model, max_num_tokens=tokens)
-            with unfilled_embeddings():
+            with plain_meta_tensors():
                 _load_from(tensors, config, model, settings.gpu)
                 if self.draft is not None and self.draft.tensors is not None:
                     _load_from(self.draft.tensors, config, self.draft.model, settings.gpu)
