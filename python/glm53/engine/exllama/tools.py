@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from ...config import Settings
@@ -26,6 +28,8 @@ from .sampling import make_sampler
 
 _VERIFY_PROMPT, _VERIFY_ROUND = 24, 64
 """Tokens of a prompt and of an answer while `glm53 verify` makes experts move."""
+_HOT = 40_000
+"""Heat that a cached expert does not get to from 0 by the prompts of a round: they count as picks too."""
 
 
 @contextmanager
@@ -72,9 +76,18 @@ def pin(settings: Settings, args: argparse.Namespace) -> int:
     return 0
 
 
+def turn_heat_over(runtime: Any, stream: int) -> None:
+    """Make experts in slots cold and all others hot, so that the next decode steps replace what every slot holds.
+
+    Without it a cache that holds the hottest experts rightly keeps them, and nothing moves. Between passes only.
+    """
+    cached = runtime.residency(stream) >= 0
+    runtime.import_heat(np.where(cached, 0, _HOT).astype(np.uint16), stream)
+
+
 def churn(loaded: Loaded, settings: Settings, steps: int) -> None:
     """Decode at least `steps` steps of random prompts, as many streams at once as allowed, and read one long prompt
-    first, so that experts are admitted, evicted, lent away and brought back."""
+    first, so that experts are admitted, evicted, lent away and brought back; heat is turned over every round."""
     exllamav3, streams = loaded.exllamav3, settings.autosplit_max_batch_size
     generator = exllamav3.Generator(
         loaded.model, loaded.cache, loaded.tokenizer, max_batch_size=streams, max_chunk_size=settings.chunk_size
@@ -95,6 +108,7 @@ def churn(loaded: Loaded, settings: Settings, steps: int) -> None:
 
     run([longest], 1)
     for done in range(0, steps, _VERIFY_ROUND):
+        turn_heat_over(loaded.runtime, loaded.passes.stream)
         run([_VERIFY_PROMPT] * streams, min(_VERIFY_ROUND, steps - done))
 
 
