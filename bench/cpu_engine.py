@@ -47,12 +47,12 @@ def arguments() -> argparse.Namespace:
 
 
 def make_checkpoint(preset: str, out: Path) -> Path:
-    """The preset's checkpoint, on the bundled tokenizer."""
+    """The preset's checkpoint, on the tests' tokenizer."""
     import make_tiny
 
     print(f"making {preset} ...", file=sys.stderr)
     out = out / preset
-    tokenizer = str(ROOT / "python/glm53/models/tiny/tokenizer.json")
+    tokenizer = str(ROOT / "tests/data/tiny-tokenizer.json")
     command = [sys.executable, make_tiny.__file__, str(out), "--preset", preset, "--cal", tokenizer]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return out

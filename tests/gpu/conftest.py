@@ -9,7 +9,8 @@ from typing import Any
 
 import exact_helpers
 import pytest
-from exact_helpers import TINY, stock_answers
+from exact_helpers import stock_answers
+from tiny_checkpoint import TINY
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))  # the cases and live_server, for test_http
 pytest.register_assert_rewrite("engine_cases", "engine_chat_cases")

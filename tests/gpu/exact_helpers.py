@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 
-import glm53
 from glm53.config import Settings
 from glm53.engine.exllama import pins
 from glm53.engine.exllama.loader import Loaded, LoadOptions, architecture, load
 from glm53.engine.exllama.passes import Passes
 
-TINY = Path(glm53.__file__).parent / "models" / "tiny"
 PROMPTS = (1, 8, 300, 4103)
 STEPS = 128
 WITHOUT: tuple[str, ...] = ()

@@ -11,7 +11,6 @@ import pytest
 import torch
 from exact_helpers import (
     PROMPTS,
-    TINY,
     Parts,
     answer,
     differences,
@@ -20,6 +19,7 @@ from exact_helpers import (
     prompt_ids,
     settle,
 )
+from tiny_checkpoint import TINY
 
 from glm53.engine.exllama import ExllamaEngine
 from glm53.engine.exllama.loader import LoadOptions

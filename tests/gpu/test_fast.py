@@ -12,12 +12,12 @@ import pytest
 import torch
 from exact_helpers import (
     PROMPTS,
-    TINY,
     Parts,
     forward_logits,
     greedy,
     prompt_ids,
 )
+from tiny_checkpoint import TINY
 
 from glm53 import _core
 from glm53.engine.exllama import ExllamaEngine

@@ -6,7 +6,7 @@ Mode exact, the bundled kind of checkpoint, far fewer slots than experts; under 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -31,13 +31,35 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     state = tmp_path_factory.mktemp("state")
     settings = Settings(model_dir=golden_dir(), mode="exact", state_dir=state, cache_tokens=8192)
 
+    made: list[Any] = []
+
     def load(progress: Any) -> Any:
-        return ExllamaEngine.load(settings, progress, LoadOptions(max_slots=SLOTS))
+        made.append(ExllamaEngine.load(settings, progress, LoadOptions(max_slots=SLOTS)))
+        return made[0]
 
     server = start_server(ServerOptions(port=0), load, Tokenizer(golden_dir()))
     server.until(lambda s: s["status"] == "ready", 110)
+    server.engine = made.pop()
     yield server
+    server.engine = None
     server.stop(30)
+
+
+@pytest.fixture(scope="module")
+def forget(live: LiveServer) -> Callable[[], None]:
+    """A new generator knows no page and no state."""
+    engine: Any = live.engine
+
+    def renew() -> None:
+        engine._generator = engine._make_generator()
+
+    return renew
+
+
+@pytest.fixture(scope="module")
+def reuse_rounding() -> float:
+    """The same passes over the same tokens: exllamav3 ends one where a prompt's last whole page does in any case."""
+    return 0.0
 
 
 @pytest.fixture(scope="module")

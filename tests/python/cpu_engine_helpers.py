@@ -14,9 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from tiny_checkpoint import TINY, TOKENIZER
+
+from glm53.cli import model_dir
 
 ROOT = Path(__file__).resolve().parents[2]
-BUNDLED = ROOT / "python/glm53/models/tiny"
+BUNDLED = model_dir.BUNDLED
 sys.path.insert(0, str(ROOT / "tests/oracle"))
 
 
@@ -35,13 +38,13 @@ def checkpoint_dir(**options: Any) -> Path:
 
     name = "-".join(f"{k}{v}" for k, v in sorted(options.items())) or "plain"
     out = scratch() / f"tiny-{name}"
-    make_tiny.build(str(out), make_tiny.PRESETS["tiny"], cal=str(BUNDLED / "tokenizer.json"), **options)
+    make_tiny.build(str(out), make_tiny.PRESETS["tiny"], cal=str(TOKENIZER), **options)
     return out
 
 
 def golden_dir() -> Path:
     """The checkpoint that tests/data/tiny-exllamav3-1.5.1.npz was recorded on."""
-    return checkpoint_dir(esb=1.0)
+    return TINY
 
 
 @functools.cache

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_checkpoint import TINY
 
-import glm53
 from glm53 import _core
 from glm53.config import Settings
 from glm53.engine.exllama import lane
 
-TINY = Path(glm53.__file__).parent / "models" / "tiny"
 FAKES = Path(__file__).parent / "fakes"
 
 

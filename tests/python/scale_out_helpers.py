@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from test_scale_out import Farm, wait_for
+from tiny_checkpoint import TINY
 
-import glm53
-
-MODEL = Path(glm53.__file__).parent / "models" / "tiny"
+MODEL = TINY
 TOKENS = 16
 CLIENTS = 8
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_checkpoint import TINY
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
@@ -88,7 +89,7 @@ def test_routing_that_its_heat_foretells_decides_nothing() -> None:
 
 def test_a_recording_of_the_cpu_engine(tmp_path: Path) -> None:
     """Ranks come from the next router on this layer's input; picks are those that the experts computed."""
-    model = ROOT / "python" / "glm53" / "models" / "tiny"
+    model = TINY
     out, saved = tmp_path / "r.json", tmp_path / "g.npz"
     common = ["--tokens", "24", "--context", "16", "--warmup", "8", "--out", str(out)]
     assert ahead.main(["--model", str(model), "--save", str(saved), *common]) == 0

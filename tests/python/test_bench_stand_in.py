@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exllama_helpers import TINY, use_fakes
+from exllama_helpers import use_fakes
+from tiny_checkpoint import TINY
 
 from glm53.engine.exllama import engine, lane
 

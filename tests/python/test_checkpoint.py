@@ -153,7 +153,7 @@ def test_mtp_layers_are_verified_when_they_are_wanted(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_mtp_layer_says_so() -> None:
     with pytest.raises(CheckpointError, match=r"no MTP layer .*leave --mtp out"):
-        Checkpoint.open(BUNDLED, mtp=True)
+        Checkpoint.open(golden_dir(), mtp=True)
 
 
 def test_expert_offsets_point_at_the_bytes(folder: Path) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny_checkpoint import TINY
 
 import glm53
 from glm53.host import cuda_gpus
 
-TINY = Path(glm53.__file__).parent / "models" / "tiny"
 RESULT = subprocess.CompletedProcess[str]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cpu_engine_helpers import BUNDLED, full_logits, golden_data, golden_dir, random_ids
+from cpu_engine_helpers import full_logits, golden_data, golden_dir, random_ids
 from cpu_engine_streams import PROMPT, Answer, Only, gather, generate, load, reached, request, run
 
 from glm53.engine.cpu import CpuEngine
@@ -315,7 +315,7 @@ def test_loading_reports_progress_and_info() -> None:
     assert {stage for stage, _ in seen} == {"routed experts", "dense weights"}
     assert all(0 <= f <= 1 for _, f in seen) and seen[-1][1] == 1.0
     assert e.info.context == 2048 and e.info.max_streams == 4 and e.info.device.startswith("cpu")
-    assert e.info.vocab_size == Tokenizer(BUNDLED).size
+    assert e.info.vocab_size == Tokenizer(golden_dir()).size
 
 
 def test_routing_trace(tmp_path: Path) -> None:

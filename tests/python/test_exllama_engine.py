@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from exllama_helpers import TINY, collect, make_settings, use_fakes
+from exllama_helpers import collect, make_settings, use_fakes
+from tiny_checkpoint import TINY
 
 from glm53 import hooks
 from glm53.engine.exllama import ExllamaEngine, passes, tools

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from exllama_helpers import TINY, collect, make_settings, use_fakes
+from exllama_helpers import collect, make_settings, use_fakes
+from tiny_checkpoint import TINY
 
 from glm53 import _core
 from glm53.engine.exllama import ExllamaEngine, lane

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exllama_helpers import TINY, FakeCopies, make_settings, use_fakes
+from exllama_helpers import FakeCopies, make_settings, use_fakes
+from tiny_checkpoint import TINY
 
 from glm53 import _core, hooks
 from glm53.checkpoint import Checkpoint

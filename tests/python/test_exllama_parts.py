@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exllama_helpers import TINY, use_fakes
+from exllama_helpers import use_fakes
+from tiny_checkpoint import TINY
 
 from glm53 import _core, hooks
 from glm53.checkpoint import Checkpoint

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from exllama_helpers import TINY, make_settings, use_fakes
+from exllama_helpers import make_settings, use_fakes
 from fast_figures import synthetic
+from tiny_checkpoint import TINY
 
 BENCH = Path(__file__).parents[2] / "bench"
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from cpu_engine_helpers import ROOT, checkpoint_dir, cpu_model, full_logits, random_ids
-from exllama_helpers import TINY, use_fakes
+from exllama_helpers import use_fakes
+from tiny_checkpoint import TINY
 
 BENCH = ROOT / "bench"
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from cpu_engine_helpers import checkpoint_dir
-from exllama_helpers import TINY, make_settings, use_fakes
+from exllama_helpers import make_settings, use_fakes
+from tiny_checkpoint import TINY
 
 from glm53.cli.serve import check_mtp
 from glm53.engine.exllama import ExllamaEngine, mtp

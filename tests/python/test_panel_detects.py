@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from cpu_engine_helpers import ROOT, checkpoint_dir, cpu_model, full_logits, golden_data, oracle_logits
 from safetensors import safe_open
+from tiny_checkpoint import TINY
 
 BUNDLED_PANEL = ROOT / "bench/panels/tiny-recorded.json"
 LIMITS = {"stock": (0.96, 0.02), "oracle": (0.98, 0.005)}
@@ -73,7 +74,7 @@ def within(figures: tuple[float, float], limits: str) -> bool:
 
 
 def test_the_bundled_panel_finds_one_wrong_weight(tmp_path: Path) -> None:
-    panel, bundled = json.loads(BUNDLED_PANEL.read_text()), ROOT / "python/glm53/models/tiny"
+    panel, bundled = json.loads(BUNDLED_PANEL.read_text()), TINY
     assert within(score(panel, bundled), "stock")
     broken = changed(bundled, tmp_path, wrong_weight)
     with safe_open(broken / "model.safetensors", "pt") as new, safe_open(bundled / "model.safetensors", "pt") as old:

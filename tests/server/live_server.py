@@ -10,17 +10,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import glm53
+from tiny_checkpoint import TINY
+
 from glm53.engine.protocol import Engine
 from glm53.engine.scripted import ScriptedEngine
 from glm53.server.app import Server, ServerOptions, create_app
 from glm53.server.notify import Notifier
 from glm53.tokenizer import Tokenizer
 
-MODEL_DIR = Path(glm53.__file__).parent / "models" / "tiny"
+MODEL_DIR = TINY
 HELLO = {"pieces": ["I ", "think", "</think>", "Hello", " world", "!"], "end": "user"}
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import glm53
+from tiny_checkpoint import TINY
+
 from glm53.chat import Tool, parse_tools
 from glm53.engine.protocol import Finish, Token
 from glm53.server.protocol.events import Answer, Event, collect
 from glm53.server.protocol.output import OutputParser
 from glm53.tokenizer import Tokenizer
-
-TINY = Path(glm53.__file__).parent / "models" / "tiny"
 
 TOOLS1_RAW: list[dict[str, Any]] = [
     {

@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from test_process import BENCH, Served, dead_port
+from tiny_checkpoint import TINY
 
-import glm53
-
-TINY = Path(glm53.__file__).parent / "models" / "tiny"
 GOLDEN = Path(__file__).parents[1] / "data" / "tiny-exllamav3-1.5.1.npz"
 
 

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 from test_process import BENCH, Serve, dead_port, serve
-
-import glm53
+from tiny_checkpoint import TINY
 
 __all__ = ["serve"]  # a fixture
-TINY = Path(glm53.__file__).parent / "models" / "tiny"
 KEYS = {"what", "machine", "versions", "command", "settings", "raw", "bars"}
 
 

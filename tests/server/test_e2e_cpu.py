@@ -3,7 +3,7 @@ and `engine_chat_cases`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,13 +21,34 @@ def live() -> Iterator[LiveServer]:
     pytest.importorskip("transformers")
     from glm53.engine.cpu import CpuEngine
 
+    made: list[Any] = []
+
     def load(progress: Any) -> Any:
-        return CpuEngine.load(golden_dir(), progress=progress)
+        made.append(CpuEngine.load(golden_dir(), progress=progress))
+        return made[0]
 
     server = start_server(ServerOptions(port=0), load, Tokenizer(golden_dir()))
     server.until(lambda s: s["status"] == "ready", 180)
+    server.engine = made.pop()
     yield server
+    server.engine = None
     server.stop(30)
+
+
+@pytest.fixture(scope="module")
+def forget(live: LiveServer) -> Callable[[], None]:
+    engine: Any = live.engine
+
+    def clear() -> None:
+        engine._scheduler._prefix.clear()
+
+    return clear
+
+
+@pytest.fixture(scope="module")
+def reuse_rounding() -> float:
+    """A prompt is cut elsewhere where its beginning is found."""
+    return 1e-3
 
 
 @pytest.fixture(scope="module")

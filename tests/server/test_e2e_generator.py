@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,36 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         exllamav3 = import_generator(Path(FOLDER), patch)
         model = cpu_model(golden_dir())
 
+        made: list[Any] = []
+
         def load(progress: Any) -> Any:
-            return make_engine(exllamav3, model, settings, 2176)
+            made.append(make_engine(exllamav3, model, settings, 2176))
+            return made[0]
 
         server = start_server(ServerOptions(port=0), load, Tokenizer(golden_dir()))
         server.until(lambda s: s["status"] == "ready", 60)
+        server.engine = made.pop()
         yield server
+        server.engine = None
         server.stop(30)
         gc.unfreeze()  # the server froze what it had loaded, and native objects must go before their module
+
+
+@pytest.fixture(scope="module")
+def forget(live: LiveServer) -> Callable[[], None]:
+    """A new generator knows no page and no state."""
+    engine: Any = live.engine
+
+    def renew() -> None:
+        engine._generator = engine._make_generator()
+
+    return renew
+
+
+@pytest.fixture(scope="module")
+def reuse_rounding() -> float:
+    """The same passes over the same tokens: exllamav3 ends one where a prompt's last whole page does in any case."""
+    return 0.0
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from protocol_helpers import TINY, tokenizer
+from protocol_helpers import tokenizer
+from tiny_checkpoint import TINY
 
 from glm53.chat import (
     ChatOptions,

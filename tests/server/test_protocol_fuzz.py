@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from protocol_helpers import TINY, TOOLS1_RAW, tokenizer
+from protocol_helpers import TOOLS1_RAW, tokenizer
+from tiny_checkpoint import TINY
 
 from glm53.chat import encode, opens_thinking, render
 from glm53.errors import RequestError

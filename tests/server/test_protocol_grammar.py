@@ -9,7 +9,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-from protocol_helpers import TINY, TOOLS1, TOOLS1_RAW, ends, parser, tokenizer
+from protocol_helpers import TOOLS1, TOOLS1_RAW, ends, parser, tokenizer
+from tiny_checkpoint import TINY
 
 from glm53.chat import parse_tools
 from glm53.engine.protocol import Constraint, Token
