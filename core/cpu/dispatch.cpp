@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "common/cpu_info.h"
+#include "cpu/kernel_race.h"
 
 namespace glm53::cpu {
 namespace {
@@ -13,7 +14,12 @@ std::vector<const Kernels*> available() {
     const CpuFeatures& f = cpu_features();
     const bool avx2 = f.avx2 && f.fma && f.f16c;
     const bool avx512 = f.avx512f && f.avx512bw && f.avx512vl && f.avx512dq && f.avx512vbmi && f.avx512vnni;
-    if (avx2 && avx512) tables.push_back(&kAvx512Kernels);
+    if (avx2 && avx512) {
+        // Which is faster depends on how many vector ports take which operation; both give the same bits.
+        static const bool words = &faster_kernels(kAvx512Kernels, kAvx512WordKernels) == &kAvx512WordKernels;
+        tables.push_back(words ? &kAvx512WordKernels : &kAvx512Kernels);
+        tables.push_back(words ? &kAvx512Kernels : &kAvx512WordKernels);
+    }
     if (avx2) tables.push_back(&kAvx2Kernels);
 #endif
     tables.push_back(&kScalarKernels);

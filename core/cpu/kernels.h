@@ -59,8 +59,9 @@ struct Kernels {
 
 extern const Kernels kScalarKernels;
 #if defined(__x86_64__)
-extern const Kernels kAvx2Kernels;    // needs AVX2, FMA, F16C
-extern const Kernels kAvx512Kernels;  // needs AVX-512 F, BW, VL, DQ, VBMI, VNNI besides
+extern const Kernels kAvx2Kernels;        // needs AVX2, FMA, F16C
+extern const Kernels kAvx512Kernels;      // needs AVX-512 F, BW, VL, DQ, VBMI, VNNI besides
+extern const Kernels kAvx512WordKernels;  // needs the same; other instructions, for other processors
 #endif
 
 }  // namespace glm53::cpu

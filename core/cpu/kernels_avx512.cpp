@@ -11,12 +11,11 @@
 
 #include "cpu/block_avx2.h"
 #include "cpu/kernels.h"
+#include "cpu/pass_avx512.h"
 #include "exl3/constants.h"
 
 namespace glm53::cpu {
 namespace {
-
-constexpr int kPrefetchTiles = 12;  // along n, for each of the eight streams of a pass
 
 // Byte order that makes a window per lane: byte k of lane l is the stream byte first + K l - k, counted from the start
 // of a 64-byte load; a negative one lies in the word that stands in for the word before the load (at byte `before`).
@@ -34,9 +33,6 @@ constexpr Order window_order(int bits, int first, int before) {
     return order;
 }
 
-inline __m512i load64(const uint8_t* p) {
-    return _mm512_loadu_si512(p);
-}
 inline __m512i load_order(const Order& order) {
     return _mm512_load_si512(order.bytes);
 }
@@ -144,43 +140,25 @@ inline void add_lanes(__m512i a, __m512i b, const int16_t* x, ptrdiff_t x_stride
     }
 }
 
-// y (16 columns) += scale * totals of the four dwords of each column: a0, b0 columns 0-3 and 8-11, a1, b1 4-7 and
-// 12-15.
-inline void add_columns(__m512i a0, __m512i b0, __m512i a1, __m512i b1, float scale, float* y) {
+// The totals of the four dwords of each column: a0, b0 columns 0-3 and 8-11, a1, b1 4-7 and 12-15.
+inline __m512i fold(__m512i a0, __m512i b0, __m512i a1, __m512i b1) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15);
     const __m512i first = _mm512_add_epi32(_mm512_unpacklo_epi32(a0, b0), _mm512_unpackhi_epi32(a0, b0));
     const __m512i second = _mm512_add_epi32(_mm512_unpacklo_epi32(a1, b1), _mm512_unpackhi_epi32(a1, b1));
-    const __m512i totals = _mm512_add_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
-    const __m512 values = _mm512_cvtepi32_ps(_mm512_permutexvar_epi32(order, totals));
-    _mm512_storeu_ps(y, _mm512_fmadd_ps(values, _mm512_set1_ps(scale), _mm512_loadu_ps(y)));
+    const __m512i sums = _mm512_add_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
+    return _mm512_permutexvar_epi32(order, sums);
 }
-
-// One tile column over one block of k.
-struct Pass {
-    const uint8_t* tile;
-    const uint8_t* prefetch;  // what a later pass reads; may lie outside the tensor, which a prefetch forgives
-    ptrdiff_t tile_stride;    // bytes to the tile below
-    const int16_t* x;
-    ptrdiff_t x_stride;
-    const int32_t* bias;
-    ptrdiff_t bias_stride;
-};
 
 inline __m512i start(const Pass& pass, int row) {
     return _mm512_maskz_set1_epi32(0x1111, pass.bias[row * pass.bias_stride]);
 }
 
-template <int Bits>
-inline void prefetch_tile(const Pass& pass, int i) {
-    const char* p = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(pass.prefetch) +
-                                                  static_cast<uintptr_t>(i * pass.tile_stride));
-    _mm_prefetch(p, _MM_HINT_T0);
-    if constexpr (Bits > 2) _mm_prefetch(p + 64, _MM_HINT_T0);
-}
+// [h][0 = a, 1 = b][row]
+template <int Rows>
+using RowSums = __m512i[2][2][Rows];
 
-// sums[h][0 = a, 1 = b][row]
 template <int Bits, int Rows>
-inline void run_pass(const Windows<Bits>& windows, const Pass& pass, __m512i sums[2][2][Rows]) {
+inline void run_pass(const Windows<Bits>& windows, const Pass& pass, RowSums<Rows>& sums) {
     __m512i a;
     __m512i b;
     if constexpr (Rows <= 4) {
@@ -215,34 +193,18 @@ inline void run_pass(const Windows<Bits>& windows, const Pass& pass, __m512i sum
 }
 
 template <int Bits, int Rows>
-void gemv_rows(const Gemv& g) {
-    constexpr int kTileBytes = 32 * Bits;
-    const Windows<Bits> windows;
-    const ptrdiff_t row_bytes = static_cast<ptrdiff_t>(g.n_tiles) * kTileBytes;
-    const ptrdiff_t blocks = g.x.stride / kBlock;
-    const int width = g.n_end - g.n_begin;
-    const int ahead = kPrefetchTiles < width ? kPrefetchTiles : width;
-    for (int block = g.block_begin; block < g.block_end; ++block) {
-        const int k = block * kBlockTiles;
-        const uint8_t* row = g.trellis + k * row_bytes;
-        const uintptr_t below = reinterpret_cast<uintptr_t>(row) + static_cast<uintptr_t>(kBlockTiles * row_bytes);
-        for (int n = g.n_begin; n < g.n_end; ++n) {
-            const uint8_t* tile = row + static_cast<ptrdiff_t>(n) * kTileBytes;
-            const int next = n + ahead < g.n_end ? n + ahead : n + ahead - width;
-            const uintptr_t prefetch =
-                (next > n ? reinterpret_cast<uintptr_t>(row) : below) + static_cast<uintptr_t>(next) * kTileBytes;
-            const Pass pass{tile,       reinterpret_cast<const uint8_t*>(prefetch),
-                            row_bytes,  g.x.values + k * exl3::kTileSide,
-                            g.x.stride, g.x.bias + block,
-                            blocks};
-            __m512i sums[2][2][Rows];
-            run_pass<Bits, Rows>(windows, pass, sums);
-            for (int r = 0; r < Rows; ++r) {
-                add_columns(sums[0][0][r], sums[0][1][r], sums[1][0][r], sums[1][1][r], g.x.scale[r * blocks + block],
-                            g.y + r * g.y_stride + n * exl3::kTileSide);
-            }
-        }
+struct Kernel {
+    using Sums = RowSums<Rows>;
+    Windows<Bits> windows;
+    void run(const Pass& pass, Sums& sums) { run_pass<Bits, Rows>(windows, pass, sums); }
+    static __m512i total(const Sums& sums, int r) {
+        return fold(sums[0][0][r], sums[0][1][r], sums[1][0][r], sums[1][1][r]);
     }
+};
+
+template <int Bits, int Rows>
+void gemv_rows(const Gemv& g) {
+    walk<Bits, Rows, Kernel<Bits, Rows>>(g);
 }
 
 template <int Bits>

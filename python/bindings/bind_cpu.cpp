@@ -203,8 +203,8 @@ void bind_moe(nb::module_& m) {
                 new (self) cpu::CpuMoe(threads, list, isa);
             },
             "threads"_a = 0, "cpus"_a = nb::none(), "isa"_a = "auto",
-            "threads: 0 = one per physical core. cpus: pin one worker to each. isa: 'auto', 'avx512', 'avx2', "
-            "'scalar'.")
+            "threads: 0 = one per physical core. cpus: pin one worker to each. isa: 'auto', 'avx512', "
+            "'avx512w', 'avx2', 'scalar'.")
         .def("forward", &forward, "table"_a, "x"_a.noconvert(), "picks"_a.noconvert(), "weights"_a.noconvert(),
              "out"_a.noconvert(),
              "out (rows, hidden) float32 := weighted sum of the picked experts of x (rows, hidden) float32; picks "

@@ -12,6 +12,7 @@
 
 #include "common/half.h"
 #include "cpu/dispatch.h"
+#include "cpu/kernel_race.h"
 #include "exl3/format.h"
 #include "guarded_memory.h"
 
@@ -182,6 +183,27 @@ TEST_CASE("vector kernels equal the scalar kernel, and read nothing outside the 
     }
 }
 
+TEST_CASE("the AVX-512 tables give the same bits on any activations") {
+    const auto names = cpu::available_isas();
+    if (std::find(names.begin(), names.end(), "avx512w") == names.end()) return;
+    for (int bits = 2; bits <= 4; ++bits) {
+        std::vector<uint8_t> trellis(static_cast<size_t>(kInputs / 16 * kTiles * 32 * bits));
+        fill_random(trellis.data(), trellis.size(), 11);
+        for (int rows = 1; rows <= cpu::kMaxRows; ++rows) {
+            const Input input(rows, false);
+            std::vector<std::vector<float>> results;
+            for (const char* name : {"avx512", "avx512w"}) {
+                const Kernels& kernels = cpu::select_kernels(name);
+                const Prepared prepared(kernels, input, rows);
+                results.push_back(multiply(kernels, trellis.data(), bits, rows, prepared.view));
+                results.push_back(prepared.offset);
+            }
+            CHECK(results[0] == results[2]);
+            CHECK(results[1] == results[3]);
+        }
+    }
+}
+
 TEST_CASE("parts of a matrix: only the asked columns change, blocks add up") {
     const Input input(2);
     const size_t bytes = static_cast<size_t>(kInputs / 16 * kTiles * 32 * 3);
@@ -274,6 +296,20 @@ TEST_CASE("swiglu: the gate is clamped after silu, up on both sides, NaN survive
         cpu::select_kernels(name).swiglu(gate.data(), up.data(), 10.0f);
         for (size_t i = 0; i < 128; ++i) CHECK(std::isnan(gate[i]) == (i == 3 || i == 9));
     }
+}
+
+TEST_CASE("the faster of two tables is found, whichever comes first") {
+    if (vector_tables().empty()) return;
+    static int calls;
+    static const Kernels& fast = *vector_tables().front();
+    Kernels slow = fast;
+    slow.gemv[3 - cpu::kMinBits] = [](const Gemv* gemv) {
+        ++calls;
+        for (int i = 0; i < 10; ++i) fast.gemv[3 - cpu::kMinBits](gemv);
+    };
+    CHECK(&cpu::faster_kernels(fast, slow) == &fast);
+    CHECK(&cpu::faster_kernels(slow, fast) == &fast);
+    CHECK(calls > 0);
 }
 
 TEST_CASE("choosing kernels") {
