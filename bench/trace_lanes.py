@@ -2,10 +2,11 @@
 """What admitting experts costs and gains beside a CPU lane: in the step, or in the background.
 
     python3 bench/trace_lanes.py                                    # synthetic routing, 42 x 288 experts, 1,312 slots
-    python3 bench/trace_lanes.py --trace tiny.npz --slots 7 --out bench/results/DATE-admission.json
+    python3 bench/trace_lanes.py --trace nano.npz --slots 24 56 112 --out bench/results/DATE-admission.json
 
-A trace is as bench/trace_replay.py reads it (`CpuEngine(..., trace=PATH)` writes one); its slots are given, for
-synthetic ones they are the reference card's. A token takes the fixed part and, per layer, max(CPU, GPU) as the split's
+A trace is as bench/trace_replay.py reads it (`CpuEngine(..., trace=PATH)` writes one), of one stream also replayed as
+four that decode together; its slots are given, for synthetic ones they are the reference card's. The hosts are those of
+bench/lane_hosts.py. A token takes the fixed part and, per layer, max(CPU, GPU) as the split's
 cost model has it; an expert admitted in the step crosses PCIe in that step. A background load starts behind a token,
 takes the slot of the coldest resident that is colder than it, serves nobody for one token and is resident one later.
 What it costs is bounded from both sides:
@@ -28,33 +29,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from cpu_moe import commit, machine
-from trace_replay import load_trace, synthetic
+from lane_hosts import LaneTimes, hosts
+from trace_replay import load_trace, synthetic, together
 
 from glm53 import _core
-from glm53.sizing import REFERENCE, SHAPE
+from glm53.sizing import SHAPE
 
 IN_STEP = (8, 4, 2, 1, 0)
 BACKGROUND = (0, 2, 4, 8, 16)
 SLOTS = 1312
-
-
-@dataclass(frozen=True, slots=True)
-class LaneTimes:
-    """Milliseconds; `fixed` is what one MoE layer's share of the rest of a token takes."""
-
-    handoff: float
-    cpu_expert: float
-    cpu_row: float
-    pcie_expert: float
-    cached: float
-    fixed: float
-
-    def split(self) -> Any:
-        """The native split's constants."""
-        config = _core.SplitConfig()
-        for name in ("handoff", "cpu_expert", "cpu_row", "pcie_expert", "cached"):
-            setattr(config, f"{name}_ns", round(getattr(self, name) * 1e6))
-        return config
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +73,6 @@ def cell(trace: Trace, config: Any, times: LaneTimes, background: int) -> dict[s
     return {name: round(float(value), 4) for name, value in found.items()}
 
 
-HOSTS = {
-    "reference, PCIe 4": LaneTimes(
-        REFERENCE.handoff_ms, REFERENCE.cpu_expert_ms, REFERENCE.cpu_expert_ms / 4, REFERENCE.pcie_expert_ms,
-        REFERENCE.cached_ms, REFERENCE.fixed_ms / SHAPE.moe_layers,
-    ),
-    "PCIe 5, 14 workers": LaneTimes(0.03, 0.094, 0.024, 0.175, 0.06, 0.45),
-}  # fmt: skip
-"""The second: 54 GB/s over the link, 101 GB/s on the CPU, and 4.3 ms for 8 layers with every expert in VRAM."""
-
-
 def compare(trace: Trace, times: LaneTimes) -> list[dict[str, float]]:
     """One row per pair of limits."""
     table: list[dict[str, float]] = []
@@ -130,7 +103,11 @@ def traces(args: argparse.Namespace) -> Iterator[tuple[str, Trace]]:
             yield f"{kind}, {rows} rows", Trace(picks, SHAPE.experts, rows, SLOTS, args.steps // 3)
     for path in args.trace:
         picks, experts, rows = load_trace(path, 1)
-        yield f"{path.name}, {rows} rows", Trace(picks, experts, rows, args.slots, len(picks) // 3)
+        for streams in (1, 4) if rows == 1 else (1,):
+            run = together(picks, streams)
+            for slots in args.slots:
+                name = f"{path.name}, {rows * streams} rows, {slots} slots"
+                yield name, Trace(run, experts, rows * streams, slots, len(run) // 3)
 
 
 def bars(found: dict[str, dict[str, float]]) -> dict[str, dict[str, Any]]:
@@ -159,7 +136,7 @@ def bars(found: dict[str, dict[str, float]]) -> dict[str, dict[str, Any]]:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, action="append", default=[], help="recorded routing, .npz (repeatable)")
-    parser.add_argument("--slots", type=int, help="experts that fit in the cache, for --trace")
+    parser.add_argument("--slots", type=int, nargs="+", help="experts that fit in the cache, for --trace")
     parser.add_argument("--steps", type=int, default=1200, help="of the synthetic traces; a third is not counted")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the result here (default: print it)")
@@ -167,15 +144,20 @@ def main(argv: list[str]) -> int:
     if args.trace and not args.slots:
         parser.error("--trace needs --slots")
     chosen = _core.SplitConfig().max_admissions
-    tables = {f"{name}; {host}": compare(trace, times) for name, trace in traces(args) for host, times in HOSTS.items()}
+    tables = {
+        f"{name}; {host}": compare(trace, times)
+        for name, trace in traces(args)
+        for host, times in hosts(trace.rows).items()
+    }
     found = {name: ratios(table, chosen) for name, table in tables.items()}
     result = {
         "what": "admission beside a CPU lane, in the step or in the background: simulated",
         "machine": machine(),
         "versions": {"glm53": commit(), "python": platform.python_version(), "numpy": np.__version__},
         "command": "python3 bench/trace_lanes.py " + " ".join(argv),
-        "settings": {"hosts_ms": {name: asdict(times) for name, times in HOSTS.items()}, "slots": SLOTS,
-                     "trace_slots": args.slots, "steps": args.steps, "seed": args.seed, "max_admissions": chosen},
+        "settings": {"hosts_ms": {f"{n}, {r} rows": asdict(t) for r in (1, 4) for n, t in hosts(r).items()},
+                     "slots": SLOTS, "trace_slots": args.slots, "steps": args.steps, "seed": args.seed,
+                     "max_admissions": chosen},
         "raw": {"ratios": found, "tables": tables},
         "bars": bars(found),
     }  # fmt: skip

@@ -246,6 +246,13 @@ def load_trace(path: Path, rows: int) -> tuple[Picks, int, int]:
     return picks, experts, rows
 
 
+def together(found: Picks, rows: int) -> Picks:
+    """(steps, layers, n) of one stream -> (steps / rows, layers, rows * n): its `rows` parts decode together."""
+    count, layers, n = len(found) // rows, *found.shape[1:]
+    parts = found[: count * rows].reshape(rows, count, layers, n)
+    return np.ascontiguousarray(parts.transpose(1, 2, 0, 3).reshape(count, layers, rows * n))
+
+
 def policies(
     picks: Picks, experts: int, rows: int, args: argparse.Namespace
 ) -> dict[str, Callable[[], dict[str, int]]]:
@@ -293,6 +300,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--policy", action="append", help="only these (repeatable); all by default")
     parser.add_argument("--knob", action="append", type=knob, default=[], help="NAME=VALUE for ours (repeatable)")
     parser.add_argument("--rows", type=int, default=1, help="rows that decode together")
+    parser.add_argument("--streams", type=int, default=1, help="cut a recorded stream into parts that decode together")
+    parser.add_argument("--beside", action="append", default=[], help="policy whose misses ours are compared with, too")
     parser.add_argument("--steps", type=int, default=1500, help="of a synthetic trace, as are --layers ... --seed")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=288)
@@ -306,6 +315,7 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     if args.trace:
         picks, experts, rows = load_trace(args.trace, args.rows)
+        picks, rows = together(picks, args.streams), rows * args.streams
     else:
         experts, rows = args.experts, args.rows
         picks = synthetic(args.synthetic, args.steps, args.layers, experts, rows=rows, seed=args.seed)
@@ -314,11 +324,11 @@ def main(argv: list[str]) -> int:
     if not 0 <= args.warmup < steps:
         raise SystemExit(f"--warmup {args.warmup} leaves nothing of {steps} steps")
     available = policies(picks, experts, rows, args)
-    if unknown := set(args.policy or ()) - set(available):
+    if unknown := {*(args.policy or ()), *args.beside} - set(available):
         raise SystemExit(f"no policy is called {', '.join(sorted(unknown))}; there are {', '.join(available)}")
-    references = {name: available[name]() for name in ("fixed", "belady")}
+    references = {name: available[name]() for name in ("fixed", "belady", *args.beside)}
     settings: dict[str, Any] = {
-        "trace": str(args.trace) if args.trace else f"{args.synthetic}, seed {args.seed}", "steps": steps,
+        "trace": args.trace.name if args.trace else f"{args.synthetic}, seed {args.seed}", "steps": steps,
         "layers": layers, "experts": experts, "picks": width, "rows": rows, "slots": args.slots, "warmup": args.warmup,
     }  # fmt: skip
     versions = {name: importlib.metadata.version(name) for name in ("glm53", "numpy")}

@@ -179,6 +179,19 @@ def test_what_admitting_costs_beside_a_cpu_lane() -> None:
     assert ratios["chosen_over_best"] == pytest.approx(one["ms_gaps"] / best, abs=1e-4)
 
 
+def test_a_recorded_stream_can_be_cut_into_streams_that_decode_together(bench: ModuleType, tmp_path: Path) -> None:
+    picks = np.arange(24).reshape(6, 2, 2)
+    assert bench.together(picks, 3)[1].tolist() == [[4, 5, 12, 13, 20, 21], [6, 7, 14, 15, 22, 23]]
+    np.savez(tmp_path / "t.npz", picks=picks[:5], experts=24)
+    command = [sys.executable, str(ROOT / "bench/trace_replay.py"), "--trace", str(tmp_path / "t.npz"), "--slots", "9"]
+    options = ["--streams", "2", "--warmup", "0", "--policy", "ours", "--beside", "lfu"]
+    run = subprocess.run([*command, *options], check=True, capture_output=True, text=True)
+    line = json.loads(run.stdout)
+    assert (line["settings"]["steps"], line["settings"]["rows"], line["settings"]["picks"]) == (2, 2, 4)
+    assert line["raw"]["distinct"] == 16
+    assert line["bars"]["misses_of_lfu"] == 1.0
+
+
 def test_bad_arguments_say_what_there_is(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "bench/trace_replay.py"), "--synthetic", "zipf", "--slots", "9"]
     run = subprocess.run([*command, "--policy", "nosuch"], check=False, capture_output=True, text=True)
