@@ -165,7 +165,7 @@ def plain_meta_tensors() -> Iterator[None]:
         return like(tensor, **kwargs)
 
     torch.nn.Embedding.reset_parameters = lambda self: None  # type: ignore[method-assign]
-    torch.empty_like = empty_like
+    torch.empty_like = empty_like  # type: ignore[assignment]
     try:
         yield
     finally:
