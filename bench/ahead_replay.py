@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Would guessing the next layer's experts pay? Records routing on the CPU engine and replays it under the cost model.
 
-    python bench/ahead_replay.py --model python/glm53/models/tiny --out bench/results/DATE-ahead.json
+    python bench/ahead_replay.py --model python/glm53/models/nano --out bench/results/DATE-ahead.json
     python bench/ahead_replay.py --model CHECKPOINT --ids held-out.npz --save guesses.npz
     python bench/ahead_replay.py --trace bench/traces/nano.npz
 

@@ -37,7 +37,7 @@ from typing import Any
 from exact_process import run_limited
 
 HERE = Path(__file__).resolve().parent
-BUNDLED = HERE.parent / "python/glm53/models/tiny"
+BUNDLED = HERE.parent / "python/glm53/models/nano"
 STAGES = "panel-flash,exact-flash,fast-flash,no-clamp,wrong-picks,panel-bundled,exact-bundled,fast-bundled,kl"
 LIMITS = {"panel": 120.0, "exact": 100.0, "fast": 120.0, "no": 100.0, "wrong": 160.0, "kl": 260.0}
 SHORTEST_S = 25.0

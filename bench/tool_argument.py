@@ -113,7 +113,7 @@ def main(argv: list[str]) -> int:
     cli.add_argument("--characters", type=int, default=1_000_000, help="of the argument (default: %(default)s)")
     cli.add_argument("--out", metavar="FILE", help="write a result in the form of bench/results to FILE")
     args = cli.parse_args(argv)
-    tokenizer = Tokenizer(Path(glm53.__file__).parent / "models" / "tiny")
+    tokenizer = Tokenizer(Path(glm53.__file__).parent / "models" / "nano")
     raw = {
         kind: min((parse(tokenizer, kind, args.characters) for _ in range(3)), key=lambda r: r["seconds"])
         for kind in ARGUMENTS

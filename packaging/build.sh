@@ -59,5 +59,5 @@ if [ "$try" = 1 ]; then
   env PATH=/usr/bin:/bin CC=/bin/false CXX=/bin/false "$work/try/bin/glm53" serve --demo --device cpu --port "$port" &
   server=$!
   trap 'kill "$server" 2>/dev/null; wait "$server" 2>/dev/null; rm -rf "$work"' EXIT
-  "$work/try/bin/python" ask.py --url "http://127.0.0.1:$port" --wait 240 --pid "$server" --max-tokens 16 "Hello"
+  "$work/try/bin/python" ask.py --url "http://127.0.0.1:$port" --wait 240 --pid "$server" --max-tokens 64 "What is the capital of France?"
 fi

@@ -15,12 +15,17 @@ NEEDED = (
     "glm53/cli/serve.py",
     "glm53/config.py",
     "glm53/engine/cpu/engine.py",
-    "glm53/models/tiny/config.json",
-    "glm53/models/tiny/model.safetensors",
+    "glm53/models/nano/README.md",
+    "glm53/models/nano/chat_template.jinja",
+    "glm53/models/nano/config.json",
+    "glm53/models/nano/generation_config.json",
+    "glm53/models/nano/model.safetensors",
+    "glm53/models/nano/tokenizer.json",
     "glm53/server/app.py",
     "glm53/systemd/glm53.service",
     "glm53/systemd/config.toml",
 )
+MODEL = "glm53/models/nano/"
 DATA = ("lib/systemd/system/glm53.service", "lib/modules-load.d/glm53.conf")
 FORBIDDEN = ("tests/", "core/", "glm53.libs/", "glm53/server/__pycache__", ".cpp", ".cu")
 IMPORT = (
@@ -37,6 +42,7 @@ def problems(names: list[str]) -> list[str]:
     native = [n for n in names if n.startswith("glm53/_core.") and n.endswith(".so")]
     found += [] if len(native) == 1 else [f"native modules: {native or 'none'}"]
     found += [] if any(n.startswith("glm53/server/web/") for n in names) else ["missing: glm53/server/web"]
+    found += [f"not wanted: {n}" for n in names if n.startswith("glm53/models/") and not n.startswith(MODEL)]
     return found + [f"not wanted: {n}" for n in names for bad in FORBIDDEN if n.startswith(bad) or n.endswith(bad)]
 
 

@@ -27,8 +27,8 @@ def bare(script: str, *arguments: str, timeout: float = 240) -> subprocess.Compl
 
 @pytest.fixture(scope="module")
 def panel() -> Path:
-    """The committed panel of the bundled checkpoint: what stock exllamav3 answered on a GPU."""
-    return BENCH / "panels" / "tiny-recorded.json"
+    """The tests' panel of the tiny checkpoint: what stock exllamav3 answered on a GPU."""
+    return GOLDEN.with_name("tiny-panel.json")
 
 
 class FakeServer(http.server.BaseHTTPRequestHandler):
@@ -126,7 +126,7 @@ def test_panel_holds_what_stock_predicted(panel: Path, tmp_path: Path) -> None:
 
 
 def known_ids() -> int:
-    """Ids that the bundled tokenizer knows; the model's head has more rows."""
+    """Ids that its tokenizer knows; the model's head has more rows."""
     tokenizers = pytest.importorskip("tokenizers")
     return int(tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json")).get_vocab_size())
 
@@ -145,9 +145,9 @@ def test_the_same_scores_give_one_and_zero(kind: str, fake: Fake, panel: Path, t
     assert "1.0000" in done.stdout
 
 
-def test_ties_count_as_agreement_and_bars_carry_their_limits(fake: Fake, tmp_path: Path) -> None:
+def test_ties_count_as_agreement_and_bars_carry_their_limits(fake: Fake, panel: Path, tmp_path: Path) -> None:
     """Of equal logits a server may name either first; a panel with one tied position is still met."""
-    content = json.loads((BENCH / "panels" / "tiny-recorded.json").read_text())
+    content = json.loads(panel.read_text())
     for top in content["prompts"][0]["top"]:
         top[1][1] = top[0][1]
     path, out = tmp_path / "tied.json", tmp_path / "score.json"
@@ -252,7 +252,7 @@ def test_sweep_keeps_what_it_measured_before_a_failure(fake: Fake, tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def cpu_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a server with the CPU engine on the bundled checkpoint."""
+    """URL of a server with the CPU engine on the tiny checkpoint."""
     server = Served(tmp_path_factory.mktemp("server") / "log", "--model-dir", str(TINY), "--device", "cpu")
     try:
         server.wait_ready()
@@ -273,6 +273,24 @@ def test_panel_score_of_the_cpu_engine(cpu_server: str, panel: Path, tmp_path: P
     assert record["score"]["kl_p50"] < 1e-3
     assert record["server"]["mode"] == "cpu"
     assert [bar["ok"] for bar in record["bars"].values()] == [True, True]
+
+
+def test_panel_score_of_the_demo(tmp_path: Path) -> None:
+    """The command of the README on the first six prompts, 1,340 positions of conversations; all of them, without HTTP:
+    tests/python/test_panel_detects.py."""
+    out, part = tmp_path / "score.json", tmp_path / "panel.json"
+    content = json.loads((BENCH / "panels" / "nano-recorded.json").read_text())
+    part.write_text(json.dumps({**content, "prompts": content["prompts"][:6]}))
+    server = Served(tmp_path / "log", "--demo", "--device", "cpu")
+    try:
+        server.wait_ready()
+        limits = ("--min-top1", "0.99", "--max-kl", "0.0005")
+        done = bare("score_ref_panel.py", "--url", server.url, "--panel", str(part), "--out", str(out), *limits)
+    finally:
+        server.process.terminate()
+        server.process.wait(60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(out.read_text())["score"]["positions"] == 1340
 
 
 def test_sweep_of_the_cpu_engine(cpu_server: str, tmp_path: Path) -> None:

@@ -8,20 +8,18 @@ from pathlib import Path
 
 import pytest
 
-import glm53
+from glm53.cli import model_dir
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tools.nano import cpu_check, heldout
 
-NANO = Path(glm53.__file__).parent / "models" / "nano"
-
-pytestmark = pytest.mark.skipif(not (NANO / "config.json").exists(), reason="the nano checkpoint is not in this tree")
+DEMO = Path(__file__).parents[2] / "scripts" / "demo"
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with cpu_check.server(NANO) as url:
+    with cpu_check.server(model_dir.BUNDLED) as url:
         yield url
 
 

@@ -22,7 +22,7 @@ from container import ROOT, SUITE, Container, build, missing_tools
 pytestmark = [pytest.mark.system, pytest.mark.timeout(7200)]
 PORT = 30951
 URL = f"http://127.0.0.1:{PORT}"
-CONFIG = f'device = "cpu"\nport = {PORT}\nmodel_dir = "/usr/local/lib/python3.11/dist-packages/glm53/models/tiny"\n'
+CONFIG = f'device = "cpu"\nport = {PORT}\nmodel_dir = "/usr/local/lib/python3.11/dist-packages/glm53/models/nano"\n'
 
 
 RESULTS = ROOT / "bench" / "results"

@@ -2,18 +2,18 @@
 
 usage: python -m tools.nano.cpu_check --model CHECKPOINT --run DIR --out RESULTS.json [--url URL]
 
-DIR is the --out of `run_all` (held-out.npz, stock-logits.npz, results.json). Without --url a server of it is
-started on the CPU. RESULTS.json is run_all's record with the bars that need the CPU engine added.
+DIR is the --out of `run_all` (held-out.npz, stock-logits.npz, traces.npz, results.json). Without --url a server of it
+is started on the CPU. RESULTS.json is a result in the form of bench/results; a bar that is missed does not end the run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import io
 import json
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -22,7 +22,6 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,6 +31,7 @@ import torch
 from . import heldout, stock
 from .answers import contains
 from .chatfmt import Message
+from .record import bars, start
 
 CONTEXT, TIMED, CHUNK = 512, 48, 128
 
@@ -52,26 +52,62 @@ def document_logits(model: Any, ids: np.ndarray) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def against_stock(model: Any, run: Path) -> dict[str, Any]:
-    """KL(stock || CPU engine) and top-1 agreement at every position stock's logits were kept for."""
+@torch.inference_mode()
+def float32_logits(model: Any, ids: np.ndarray) -> torch.Tensor:
+    """The same of transformers' own model with every weight decoded to float32."""
+    rows: torch.Tensor = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None], use_cache=False).logits[0]
+    return rows.float()
+
+
+@contextlib.contextmanager
+def kda_in_bfloat16(model: Any) -> Iterator[None]:
+    """Round in `model` what stock exllamav3 keeps in bfloat16: input and output of KDA's convolution, KDA's output."""
+    named = model.model.language_model.named_modules()
+    ends = ("q_proj", "k_proj", "v_proj", "conv1d", "o_norm")
+    hooks = [
+        m.register_forward_hook(lambda _module, _given, out: out.bfloat16().float())
+        for n, m in named
+        if n.endswith(ends)
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def compare(reference: list[torch.Tensor], other: list[torch.Tensor]) -> list[dict[str, Any]]:
+    """For each document: positions, mean KL(reference || other) and how many have the same likeliest token."""
+    rows = []
+    for a, b in zip(reference, other, strict=True):
+        p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+        kl, same = (p.exp() * (p - q)).sum(-1), p.argmax(-1) == q.argmax(-1)
+        rows.append({"positions": len(kl), "kl": float(kl.mean()), "kl_max": float(kl.max()), "same": int(same.sum())})
+    return rows
+
+
+def distances(model: Any, model_dir: Path, run: Path) -> dict[str, Any]:
+    """Stock, the CPU engine and float32 against each other, at every position stock's logits were kept for."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "oracle"))
+    import hf_oracle
+
     saved = np.load(run / "stock-logits.npz")
     documents = stock.documents(run / "held-out.npz")[: int(saved["documents"])]
-    theirs = torch.from_numpy(saved["logits"]).float()
-    ours = torch.cat([document_logits(model, d) for d in documents])[:, : theirs.shape[1]]
-    p, q = theirs.double().log_softmax(-1), ours.double().log_softmax(-1)
-    kl = (p.exp() * (p - q)).sum(-1)
+    theirs = list(torch.from_numpy(saved["logits"]).float().split([len(d) for d in documents]))
+    width, exact = theirs[0].shape[1], hf_oracle.load(str(model_dir))[0]
+    ours = [document_logits(model, d)[:, :width] for d in documents]
+    float32 = [float32_logits(exact, d)[:, :width] for d in documents]
+    with kda_in_bfloat16(exact):
+        rounded = [float32_logits(exact, d)[:, :width] for d in documents]
     return {
-        "positions": len(kl),
-        "kl_mean": float(kl.mean()),
-        "kl_p50": float(kl.median()),
-        "kl_p99": float(kl.quantile(0.99)),
-        "top1": float((p.argmax(-1) == q.argmax(-1)).double().mean()),
+        "stock_vs_cpu": compare(theirs, ours),
+        "stock_vs_float32": compare(theirs, float32),
+        "float32_vs_cpu": compare(float32, ours),
+        "float32_vs_bfloat16_kda": compare(float32, rounded),
     }
 
 
 @torch.inference_mode()
-def decode_speed(model: Any, run: Path) -> float:
-    """Tokens a second of one stream after CONTEXT tokens of held-out text: the median of TIMED steps."""
+def step_times(model: Any, run: Path) -> list[float]:
+    """Seconds of TIMED decode steps of one stream after CONTEXT tokens of held-out text."""
     ids = np.load(run / "held-out.npz")["ids"].astype(int).tolist()
     state = model.new_state()
     for at in range(0, CONTEXT, CHUNK):
@@ -81,16 +117,23 @@ def decode_speed(model: Any, run: Path) -> float:
         start = time.perf_counter()
         model.step([state], [token])
         times.append(time.perf_counter() - start)
-    return 1 / median(times[8:])
+    return times
 
 
-def wheel_mb(model_dir: Path) -> float:
-    """Size of the checkpoint as a wheel holds it: deflated."""
-    data = io.BytesIO()
-    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
+def deflated(model_dir: Path) -> dict[str, int]:
+    """Bytes of each file of the checkpoint as a wheel holds it."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(model_dir.iterdir()):
             archive.write(path, path.name)
-    return len(data.getvalue()) / 1e6
+        return {i.filename: i.compress_size for i in archive.infolist()}
+
+
+def picks_kept(traces: Path) -> float:
+    """Share of a token's picks in a layer that the token before it had picked there too."""
+    picks = np.load(traces)["picks"]
+    same = (picks[1:, :, :, None] == picks[:-1, :, None, :]).any(-1)
+    return float(same.mean())
 
 
 @contextmanager
@@ -195,6 +238,11 @@ def ask_tools(url: str) -> list[dict[str, Any]]:
     return out
 
 
+def command(args: argparse.Namespace) -> str:
+    """This call, with the run's folder as DIR."""
+    return f"python -m tools.nano.cpu_check --model {args.model} --run DIR --out {args.out}"
+
+
 def main() -> int:
     ap = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     ap.add_argument("--model", type=Path, required=True)
@@ -203,40 +251,25 @@ def main() -> int:
     ap.add_argument("--url", default="", help="ask this server instead of starting one")
     ap.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = ap.parse_args()
-    record = json.loads((args.run / "results.json").read_text())
-    raw, bars = record["raw"], record["bars"]
-    raw["cpu_machine"] = f"{platform.machine()}, {args.threads} threads"
-    model = load(args.model, args.threads)
-    raw["stock_vs_cpu"] = against_stock(model, args.run)
-    bars["nano.kl_stock_vs_cpu"] = {k: raw["stock_vs_cpu"][k] for k in ("kl_mean", "top1")}
-    bars["nano.cpu_tok_s"] = decode_speed(model, args.run)
-    bars["nano.wheel_mb"] = wheel_mb(args.model)
-    del model
-    print(json.dumps({"stock_vs_cpu": raw["stock_vs_cpu"], "tok_s": bars["nano.cpu_tok_s"]}), flush=True)
+    record = start(json.loads((args.run / "results.json").read_text()), command(args), args.threads)
+    raw = record["raw"]
 
-    def keep() -> None:
+    def keep(**found: Any) -> None:
+        raw.update(found)
+        record["bars"] = bars(raw)
         args.out.write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n")
 
-    def ask(url: str) -> None:
-        keep()
-        raw["cpu_questions"] = [ask_question(url, q, t) for t in (False, True) for q in heldout.questions()]
-        keep()
-        raw["cpu_tools"] = ask_tools(url)
-
-    if args.url:
-        ask(args.url)
-    else:
-        with server(args.model) as url:
-            ask(url)
-    counts = {t: sum(q["right"] for q in raw["cpu_questions"] if q["thinking"] is t) for t in (True, False)}
-    bars["nano.questions"] = {
-        "thinking on": counts[True],
-        "thinking off": counts[False],
-        "of": len(heldout.questions()),
-    }
-    bars["nano.tools"] = sum(t["right"] for t in raw["cpu_tools"])
-    keep()
-    print(json.dumps(bars, indent=1))
+    keep(deflated_bytes=deflated(args.model), picks_kept=picks_kept(args.run / "traces.npz"))
+    model = load(args.model, args.threads)
+    keep(cpu_step_s=step_times(model, args.run))
+    keep(**distances(model, args.model, args.run))
+    del model
+    with contextlib.nullcontext(args.url) if args.url else server(args.model) as url:
+        keep(cpu_questions=[ask_question(url, q, t) for t in (False, True) for q in heldout.questions()])
+        keep(cpu_tools=ask_tools(url))
+    for name, bar in record["bars"].items():
+        verdict = {True: "held", False: "MISSED"}.get(bar.get("ok"), "")
+        print(f"{name:28} {bar['value']:<12.5g} {bar.get('want', ''):10} {verdict}")
     return 0
 
 

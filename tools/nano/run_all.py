@@ -181,9 +181,10 @@ def train_model(run: Run, rows: corpus.Rows) -> Any:
 
 
 def save_model(run: Run, model: Any) -> None:
-    side = (run.model_dir / "config.json").read_text()
+    ours = {name: (run.model_dir / name).read_text() for name in ("config.json", "generation_config.json")}
     train.save(model, run.model_dir)
-    (run.model_dir / "config.json").write_text(side)
+    for name, text in ours.items():  # transformers writes its own over them, without the sampling
+        (run.model_dir / name).write_text(text)
     with tarfile.open(run.out / "bf16-files.tar", "w") as tar:
         for path in sorted(run.model_dir.iterdir()):
             if path.suffix != ".safetensors":

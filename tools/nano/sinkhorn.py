@@ -25,6 +25,19 @@ def _advance(m, steps, eps):  # type: ignore[no-untyped-def]
     return m
 
 
+# One function a branch: names of a branch that differ in shape do not compile
+@triton.jit
+def _columns_back(m, g, eps):  # type: ignore[no-untyped-def]
+    total = tl.sum(m, axis=1)[:, None, :] + eps
+    return (g - tl.sum(g * m, axis=1)[:, None, :] / total) / total
+
+
+@triton.jit
+def _rows_back(m, g, eps):  # type: ignore[no-untyped-def]
+    total = tl.sum(m, axis=2)[:, :, None] + eps
+    return (g - tl.sum(g * m, axis=2)[:, :, None] / total) / total
+
+
 @triton.jit
 def _forward_kernel(x, y, count, steps, eps, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0917
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -46,12 +59,10 @@ def _backward_kernel(x, dy, dx, count, steps, eps, ROWS: tl.constexpr):  # type:
     for back in range(steps):
         s = steps - 1 - back
         m = _advance(m0, s, eps)  # recomputed: cheaper than keeping 40 matrices
-        if s % 2 == 0:
-            total = tl.sum(m, axis=1)[:, None, :] + eps
-            g = (g - tl.sum(g * m, axis=1)[:, None, :] / total) / total
+        if s % 2 == 0:  # noqa: SIM108
+            g = _columns_back(m, g, eps)
         else:
-            total = tl.sum(m, axis=2)[:, :, None] + eps
-            g = (g - tl.sum(g * m, axis=2)[:, :, None] / total) / total
+            g = _rows_back(m, g, eps)
     tl.store(dx + at, g, mask=inside)
 
 

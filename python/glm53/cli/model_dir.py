@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 
-BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny"
+BUNDLED = Path(__file__).resolve().parent.parent / "models" / "nano"
 GET_ONE = "run `glm53 pull`, or name an EXL3 checkpoint with --model-dir"
 
 
