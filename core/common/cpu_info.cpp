@@ -24,6 +24,7 @@ CpuFeatures read_features() {
     f.avx512dq = __builtin_cpu_supports("avx512dq");
     f.avx512vbmi = __builtin_cpu_supports("avx512vbmi");
     f.avx512vnni = __builtin_cpu_supports("avx512vnni");
+    f.amx_int8 = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8");
 #endif
     return f;
 }

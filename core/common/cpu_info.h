@@ -15,6 +15,7 @@ struct CpuFeatures {
     bool avx512dq = false;
     bool avx512vbmi = false;
     bool avx512vnni = false;
+    bool amx_int8 = false;  // with its tiles; a process must ask for them besides (cpu/dispatch.cpp)
 };
 
 // Read from cpuid once.

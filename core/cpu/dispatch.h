@@ -8,12 +8,12 @@
 
 namespace glm53::cpu {
 
-// Names of the tables this processor can run, best first; the last is "scalar". Which of the two AVX-512 tables comes
-// first is measured at the first call (kernel_race.h) and stays so in this process.
+// Names of the tables this processor can run, best first; the last is "scalar". Which of "avx512" and "avx512w" comes
+// first is measured at the first call (kernel_race.h) and stays so in this process; "amx" stands behind them.
 std::vector<std::string> available_isas();
 
-// "auto" (the best available), "avx512", "avx512w", "avx2" or "scalar". Throws std::invalid_argument for another name
-// or for an instruction set that this processor lacks.
+// "auto" (the first available), "amx", "avx512", "avx512w", "avx2" or "scalar". Throws std::invalid_argument for
+// another name or for an instruction set that this processor lacks.
 const Kernels& select_kernels(std::string_view isa);
 
 }  // namespace glm53::cpu

@@ -62,6 +62,7 @@ extern const Kernels kScalarKernels;
 extern const Kernels kAvx2Kernels;        // needs AVX2, FMA, F16C
 extern const Kernels kAvx512Kernels;      // needs AVX-512 F, BW, VL, DQ, VBMI, VNNI besides
 extern const Kernels kAvx512WordKernels;  // needs the same; other instructions, for other processors
+extern const Kernels kAmxKernels;         // needs AMX int8 besides, and the process's permission to use tiles
 #endif
 
 }  // namespace glm53::cpu

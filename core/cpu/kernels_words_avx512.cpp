@@ -1,13 +1,6 @@
 // AVX-512 kernels in 16-bit lanes (VBMI for the bit fields, VNNI for the dot products), for processors whose two vector
-// ports count every operation alike and run a 32-bit multiplication as two: Intel's.
-//
-// A tile is eight "groups" of K dwords, 32 states each: group i holds column i (states 0-3, 8-11, 16-19, 24-27) and
-// column i + 8 (the others). A vector holds one "quad" (four states in a row) of every group: quad q is
-//   column i + 8 (q % 2), rows 2 (q / 2) + {0, 1, 8, 9}
-// in 64-bit element i. Two dwords of the stream side by side hold every state that ends in them 16 bits or more from
-// their start, and the bits of such a pair run on from the low end of the first dword to the high end of the second,
-// as a rotation of the element does: one multishift takes a quad out of it, whatever its alignment.
-// The 32-bit product of a state is made in halves. Eight tile rows (one block of activations) are summed in registers.
+// ports count every operation alike and run a 32-bit multiplication as two: Intel's. quads_avx512.h has the layout.
+// Eight tile rows (one block of activations) are summed in registers.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // g++ 12 warns inside its own intrinsics
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
@@ -16,85 +9,27 @@
 #include "cpu/block_avx2.h"
 #include "cpu/kernels.h"
 #include "cpu/pass_avx512.h"
+#include "cpu/quads_avx512.h"
 #include "exl3/constants.h"
 
 namespace glm53::cpu {
 namespace {
 
-constexpr int kQuads = 8;  // of a group
-
-// The pair of dwords that quad q is taken from: dwords K i + pair - 1 and K i + pair of group i. The first whose end
-// the quad does not pass.
-constexpr int pair_of(int bits, int quad) {
-    return (bits * (4 * quad + 4) + 31) / 32 - 1;
-}
-constexpr bool starts_inside(int bits) {
-    for (int q = 0; q < kQuads; ++q) {
-        if (32 * (pair_of(bits, q) - 1) > bits * (4 * q + 1) - 16) return false;
-    }
-    return true;
-}
-static_assert(starts_inside(2) && starts_inside(3) && starts_inside(4));
-
-// For each byte of the quad's four states, where it begins in its 64-bit element: bit b of the stream (counted from the
-// pair's first) is bit 31 - b of the element, modulo 64.
-constexpr uint64_t quad_fields(int bits, int quad) {
-    const int first = 32 * (pair_of(bits, quad) - 1);
-    uint64_t fields = 0;
-    for (int byte = 0; byte < 8; ++byte) {
-        const int end = bits * (4 * quad + byte / 2 + 1) - first;
-        const int begin = (32 - end + 8 * (byte % 2)) & 63;
-        fields |= static_cast<uint64_t>(begin) << (8 * byte);
-    }
-    return fields;
-}
-
-// Where the dwords of a pair lie: 0-15 of the tile's first 64 bytes, 16-31 of its last 64. The dword before the first
-// is the tile's last: the ring closes, and no load leaves the tile.
-struct Order {
-    alignas(64) int32_t dwords[16];
-};
-constexpr Order pair_order(int bits, int pair) {
-    Order order{};
-    for (int i = 0; i < 16; ++i) {
-        const int dword = (bits * (i / 2) + pair - 1 + i % 2 + 8 * bits) % (8 * bits);
-        order.dwords[i] = dword < 16 ? dword : dword - (8 * bits - 16) + 16;
-    }
-    return order;
-}
-template <int Bits>
-struct PairOrders {
-    static constexpr Order kOrders[4] = {pair_order(Bits, 0), pair_order(Bits, 1), pair_order(Bits, 2),
-                                         pair_order(Bits, 3)};
-};
-
 template <int Bits>
 struct Decoder {
-    static constexpr int kPairs = pair_of(Bits, kQuads - 1) + 1;
-    __m512i orders[kPairs];
-    __m512i pairs[kPairs];
+    const Pairs<Bits> layout;
+    __m512i pairs[Pairs<Bits>::kCount];
 
-    Decoder() {
-        for (int p = 0; p < kPairs; ++p) orders[p] = _mm512_load_si512(PairOrders<Bits>::kOrders[p].dwords);
-    }
     void load(const uint8_t* tile) {
-        const __m512i low = load64(tile);
-        const __m512i high = load64(tile + 32 * Bits - 64);
 #pragma GCC unroll 4
-        for (int p = 0; p < kPairs; ++p) pairs[p] = _mm512_permutex2var_epi32(low, orders[p], high);
+        for (int p = 0; p < Pairs<Bits>::kCount; ++p) pairs[p] = layout.load(tile, p);
     }
     // The byte sums of a quad's states, one a word.
     template <int Quad>
     __m512i sums() const {
-        const __m512i fields = _mm512_set1_epi64(static_cast<int64_t>(quad_fields(Bits, Quad)));
-        const __m512i states = _mm512_multishift_epi64_epi8(fields, pairs[pair_of(Bits, Quad)]);
-        const __m512i low_factor = _mm512_set1_epi16(static_cast<int16_t>(exl3::kMul1Multiplier & 0xffff));
-        const __m512i high_factor = _mm512_set1_epi16(static_cast<int16_t>(exl3::kMul1Multiplier >> 16));
-        const __m512i low = _mm512_mullo_epi16(states, low_factor);
-        const __m512i high =
-            _mm512_add_epi16(_mm512_mulhi_epu16(states, low_factor), _mm512_mullo_epi16(states, high_factor));
+        const Products products = multiply_quad<Bits, Quad>(pairs[pair_of(Bits, Quad)]);
         const __m512i ones = _mm512_set1_epi8(1);
-        return _mm512_add_epi16(_mm512_maddubs_epi16(low, ones), _mm512_maddubs_epi16(high, ones));
+        return _mm512_add_epi16(_mm512_maddubs_epi16(products.low, ones), _mm512_maddubs_epi16(products.high, ones));
     }
 };
 

@@ -93,6 +93,7 @@ nb::dict features() {
     result["avx512dq"] = f.avx512dq;
     result["avx512vbmi"] = f.avx512vbmi;
     result["avx512vnni"] = f.avx512vnni;
+    result["amx_int8"] = f.amx_int8;
     result["isas"] = nb::cast(cpu::available_isas());
     result["isa"] = cpu::available_isas().front();
     return result;
@@ -203,8 +204,8 @@ void bind_moe(nb::module_& m) {
                 new (self) cpu::CpuMoe(threads, list, isa);
             },
             "threads"_a = 0, "cpus"_a = nb::none(), "isa"_a = "auto",
-            "threads: 0 = one per physical core. cpus: pin one worker to each. isa: 'auto', 'avx512', "
-            "'avx512w', 'avx2', 'scalar'.")
+            "threads: 0 = one per physical core. cpus: pin one worker to each. isa: 'auto', 'amx', "
+            "'avx512', 'avx512w', 'avx2', 'scalar'.")
         .def("forward", &forward, "table"_a, "x"_a.noconvert(), "picks"_a.noconvert(), "weights"_a.noconvert(),
              "out"_a.noconvert(),
              "out (rows, hidden) float32 := weighted sum of the picked experts of x (rows, hidden) float32; picks "

@@ -248,11 +248,11 @@ class Settings:
         unit="ms",
         flags=("--ct-g",),
     )
-    isa: Literal["scalar", "avx2", "avx512", "avx512w"] | None = setting(
+    isa: Literal["scalar", "avx2", "avx512", "avx512w", "amx"] | None = setting(
         None,
-        values.auto(values.choice("scalar", "avx2", "avx512", "avx512w")),
+        values.auto(values.choice("scalar", "avx2", "avx512", "avx512w", "amx")),
         "CPU tier",
-        "instruction set of the CPU kernels (avx512w: AVX-512 in 16-bit lanes); auto = the fastest here",
+        "instruction set of the CPU kernels (avx512w: AVX-512 in 16-bit lanes, amx: only by name); auto = the fastest",
         flags=("--isa",),
     )
 

@@ -298,18 +298,25 @@ TEST_CASE("swiglu: the gate is clamped after silu, up on both sides, NaN survive
     }
 }
 
-TEST_CASE("the faster of two tables is found, whichever comes first") {
+TEST_CASE("the faster of two tables is found, whichever comes first, but for one with other results") {
     if (vector_tables().empty()) return;
     static int calls;
     static const Kernels& fast = *vector_tables().front();
     Kernels slow = fast;
     slow.gemv[3 - cpu::kMinBits] = [](const Gemv* gemv) {
         ++calls;
-        for (int i = 0; i < 10; ++i) fast.gemv[3 - cpu::kMinBits](gemv);
+        std::vector<float> elsewhere(static_cast<size_t>(gemv->y_stride));
+        Gemv again = *gemv;
+        again.y = elsewhere.data();
+        for (int i = 0; i < 9; ++i) fast.gemv[3 - cpu::kMinBits](&again);
+        fast.gemv[3 - cpu::kMinBits](gemv);
     };
     CHECK(&cpu::faster_kernels(fast, slow) == &fast);
     CHECK(&cpu::faster_kernels(slow, fast) == &fast);
     CHECK(calls > 0);
+    Kernels wrong = fast;  // the fastest of all, for it does nothing
+    wrong.gemv[3 - cpu::kMinBits] = [](const Gemv*) {};
+    CHECK(&cpu::faster_kernels(slow, wrong) == &slow);
 }
 
 TEST_CASE("choosing kernels") {

@@ -59,7 +59,7 @@ def test_version_tells_build_gpu_and_kernels(run: Callable[..., RESULT]) -> None
     assert lines[0] == f"glm53 {glm53.__version__}"
     assert re.fullmatch(r"CUDA objects: (built in \([\w -]+\)|not in this build)", lines[1])
     assert re.match(r"GPU( \d+)?: ", lines[2])
-    assert re.match(r"CPU kernels: (scalar|avx2|avx512w?) ", lines[-1])
+    assert re.match(r"CPU kernels: (scalar|avx2|avx512w?|amx) ", lines[-1])
 
 
 @pytest.mark.parametrize("command", ["serve", "doctor", "plan", "pull", "service", "prepare", "pin", "verify"])

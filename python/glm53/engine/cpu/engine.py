@@ -63,7 +63,7 @@ class CpuEngine:
         isa: str = "auto",
     ) -> CpuEngine:
         """Read a checkpoint and start. `threads` 0 = one per usable CPU; `context` 0 = what the model was trained for.
-        `isa` names the expert kernels (scalar, avx2, avx512, avx512w; auto = the best here).
+        `isa` names the expert kernels (scalar, avx2, avx512, avx512w, amx; auto = the fastest here).
 
         `prefix_cache_bytes`: most memory for states kept between turns (an eighth of free RAM at most; 0 = off).
         `trace`: an npz that `close` writes, with every routed pick. Raises CheckpointError, ResourceError, EngineError.
