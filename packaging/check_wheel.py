@@ -42,7 +42,8 @@ def problems(names: list[str]) -> list[str]:
     native = [n for n in names if n.startswith("glm53/_core.") and n.endswith(".so")]
     found += [] if len(native) == 1 else [f"native modules: {native or 'none'}"]
     found += [] if any(n.startswith("glm53/server/web/") for n in names) else ["missing: glm53/server/web"]
-    found += [f"not wanted: {n}" for n in names if n.startswith("glm53/models/") and not n.startswith(MODEL)]
+    models = [n for n in names if n.startswith("glm53/models/") and not n.endswith("/")]
+    found += [f"not wanted: {n}" for n in models if not n.startswith(MODEL)]
     return found + [f"not wanted: {n}" for n in names for bad in FORBIDDEN if n.startswith(bad) or n.endswith(bad)]
 
 
