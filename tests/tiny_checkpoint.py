@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = ROOT / "tests/data/tiny-tokenizer.json"
 RECIPE = (ROOT / "tests/oracle/make_tiny.py", ROOT / "tests/oracle/exl3_ref.py", TOKENIZER)
 WEIGHTS = "6c73992d5487e2628bf99cd0358d2c83d4d46af91a92e5f3f2883137eee48662"
-"""SHA-256 of the model.safetensors that stock exllamav3 answered with."""
+"""SHA-256 of the model.safetensors that stock exllamav3 answered with; tests/python/test_checkpoint.py compares."""
 
 
 def make() -> Path:
-    """The folder of the checkpoint. Raises RuntimeError if this torch draws other weights than the recorded ones."""
+    """The folder of the checkpoint."""
     key = hashlib.sha256(b"".join(p.read_bytes() for p in RECIPE)).hexdigest()[:12]
     parent = ROOT / "build" / f"test-checkpoint-{key}"
     out = parent / "tiny"
