@@ -1,4 +1,4 @@
-"""Shape of the nano model: 8 layers (KDA KDA KDA MLA, twice), one dense, 32 experts top-8, 13.5 M parameters.
+"""Shape of the nano model: 8 layers (KDA KDA KDA MLA, twice), one dense, 32 experts top-8, 14.6 M parameters.
 
 Dimensions are the smallest that exllamav3's kernels accept (128-multiples everywhere an EXL3 linear is), and are
 chosen so that the 3.05 bpw checkpoint stays under 9 MB: hidden 128 keeps the tensors that EXL3 leaves in 16 or 32
