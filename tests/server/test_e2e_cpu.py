@@ -58,5 +58,5 @@ def rounding() -> float:
 
 
 def test_every_pick_was_served_by_the_native_experts(live: LiveServer, greedy: list[int]) -> None:
-    engine = live.stats()["engine"]
-    assert engine["routed_picks_served"] == engine["routed_picks_expected"] > 0
+    """Once no step is under way: a stream that an earlier test left may still be computing its last one."""
+    live.until(lambda s: s["engine"]["routed_picks_served"] == s["engine"]["routed_picks_expected"] > 0)
