@@ -134,6 +134,15 @@ def test_commands_for_the_gpu_alone_do_not_offer_the_cpu_engine(run: Callable[..
     assert "--device cpu" not in done.stderr
 
 
+def test_demo_and_a_model_folder_are_not_both_served(run: Callable[..., RESULT], tmp_path: Path) -> None:
+    done = run("serve", "--demo", "--device", "cpu", "--print-config", "--model-dir", str(tmp_path))
+    one_line(done, 78, "--demo", "--model-dir", "leave one of them out")
+    one_line(run("serve", "--demo", "-m", str(tmp_path)), 78, "--demo", "--model-dir")
+    chosen = run("serve", "--demo", "--print-config", env={"GLM53_MODEL_DIR": str(tmp_path)})
+    assert chosen.returncode == 0, "what the environment says is only a default"
+    assert "models/nano" in chosen.stdout
+
+
 def test_wrong_path(run: Callable[..., RESULT], tmp_path: Path) -> None:
     one_line(run(*serve_cpu(tmp_path / "absent")), 78, "absent: no such folder", "--model-dir")
 

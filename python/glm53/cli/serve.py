@@ -44,6 +44,8 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Returns 0 after a clean stop."""
+    if args.demo and "set_model_dir" in vars(args):
+        raise ConfigError("--demo serves the bundled checkpoint, --model-dir another: leave one of them out")
     forced: dict[str, object] = {"model_dir": model_dir.BUNDLED, "download": False} if args.demo else {}
     settings = settings_from(args, **forced)
     if args.print_config:
