@@ -195,7 +195,7 @@ class Server:
         state.phase = "draining"
         seconds = self.options.drain_s
         self._notifier.stopping("draining", seconds + GOODBYE_S + 10)
-        log.info("stopping: %d requests may finish within %g s", len(state.live), seconds)
+        log.info("stopping: %g s for running requests to finish (now %d)", seconds, len(state.live))
         await self._idle_within(seconds)
         for job in [*state.live.values()]:
             job.end(STOPPING)

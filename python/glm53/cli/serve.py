@@ -25,6 +25,7 @@ from . import model_dir
 from .common import add_settings, settings_from
 
 LoadEngine = Callable[[ProgressCall], Engine]
+TRY = "or try the bundled checkpoint with --demo --device cpu"
 
 
 def add(commands: Any) -> None:
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     check_port(settings)
     if args.scripted is not None:
         return _serve_scripted(settings, args.scripted)
-    device = choose_device(settings, Host())
+    device = choose_device(settings, Host(), "or add --device cpu" if args.demo else TRY)
     ensure_model(settings)
     model_dir.check(settings.model_dir)
     return _serve(settings, settings.model_dir, engine_loader(settings, device))
@@ -81,9 +82,7 @@ def check_port(settings: Settings) -> None:
             raise ResourceError(f"{where} {why} or choose another with --port") from None
 
 
-def choose_device(
-    settings: Settings, host: Host, hint: str = "or try the bundled checkpoint with --demo --device cpu"
-) -> str:
+def choose_device(settings: Settings, host: Host, hint: str) -> str:
     """The device, cpu or cuda. Raises DeviceError where a GPU is wanted (auto included) and none is usable.
 
     `hint` is what else the user of this command can do.
