@@ -55,7 +55,8 @@ OPTIONAL = {
     "bulk_scales": ("expert_tensors.py", "scales.py", "expert tensors", "CUDA error", "AcceleratorError"),
 }
 """Parts of the loader that a run can do without (fields of `LoadOptions`), and words of an error that may be theirs."""
-HOT_SHARE = 31
+HOT_SHARE, SHARE_OF = 31, 288
+"""Experts a layer that a 24 GB card's slots hold of the real model's."""
 
 
 def without(args: argparse.Namespace) -> dict[str, bool]:

@@ -89,11 +89,13 @@ class Stages(gpu_exact.Stages):
         self.robust(name, command)
 
     def distances(self, name: str, checkpoint: str) -> None:
-        """bench/decode_kl.py with as few slots as the speed stages have; its result file is DIR/NAME.json."""
+        """bench/decode_kl.py with as few slots as the speed stages have, or the same share of another checkpoint's
+        experts: with all of them cached nothing would go to the CPU lane. Its result file is DIR/NAME.json."""
         if not checkpoint:
             print(f"{name}: no checkpoint was named with --also", flush=True)
             return
         out = str((self.folder / f"{name}.json").resolve())
+        slots = self.args.slots if checkpoint == self.args.checkpoint else card_share(Path(checkpoint))
         command = [
             sys.executable,
             str(ROOT / "decode_kl.py"),
@@ -101,9 +103,18 @@ class Stages(gpu_exact.Stages):
             "--out",
             out,
             "--slots",
-            str(self.args.slots),
+            str(slots),
         ]
         self.process(name, [*command, *(["--ids", self.args.ids] if self.args.ids else [])])
+
+
+def card_share(checkpoint: Path) -> int:
+    """Slots of a checkpoint at the share of its experts that a 24 GB card holds of the real model's."""
+    from glm53.checkpoint import Checkpoint
+
+    with Checkpoint.open(checkpoint) as opened:
+        config = opened.config
+    return len(config.moe_layers) * config.n_routed_experts * gpu_exact.HOT_SHARE // gpu_exact.SHARE_OF
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

@@ -15,6 +15,8 @@ from exllama_helpers import make_settings, use_fakes
 from fast_figures import synthetic
 from tiny_checkpoint import TINY
 
+from glm53.cli.model_dir import BUNDLED
+
 BENCH = Path(__file__).parents[2] / "bench"
 
 
@@ -44,6 +46,18 @@ def test_bars_follow_from_the_raw_figures(bench: Any) -> None:
     for name, (value, ok) in expected.items():
         assert found[name]["value"] == pytest.approx(value), name
         assert found[name]["ok"] is ok, name
+
+
+def test_another_checkpoint_is_compared_with_the_same_share_of_its_experts_cached(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = {}
+    monkeypatch.setattr(bench.Stages, "process", lambda self, name, command: commands.update({name: command}))
+    args = bench.parse_args([str(tmp_path / "flash"), "--out", str(tmp_path), "--also", str(BUNDLED)])
+    for name in ("kl", "kl2"):
+        bench.Stages(args).stage(name, name)
+    slots = {name: int(c[c.index("--slots") + 1]) for name, c in commands.items()}
+    assert slots == {"kl": 248, "kl2": 7 * 32 * 31 // 288}
 
 
 def test_the_share_of_the_floor_is_of_steps_and_the_ratio_to_stock_of_whole_runs(bench: Any) -> None:
@@ -116,13 +130,13 @@ def test_every_stage_has_a_limit_and_is_known(bench: Any, tmp_path: Path, monkey
     monkeypatch.setattr(bench.gpu_exact, "versions", dict)
     started: list[tuple[str, list[str]]] = []
     monkeypatch.setattr(bench.Stages, "process", lambda self, name, command, **k: started.append((name, command)))
-    args = bench.parse_args(["/model", "--out", str(tmp_path), "--stages", "speed,quality", "--also", "/other"])
+    args = bench.parse_args(["/model", "--out", str(tmp_path), "--stages", "speed,quality", "--also", str(BUNDLED)])
     bench.Stages(args).run()
     wanted = [s for group in bench.GROUPS.values() for s in group.split(",")]
     assert [name for name, _ in started] == wanted
     assert all(name.partition("-")[0] in bench.LIMITS for name in wanted)
     commands = dict(started)
-    assert commands["kl2"][2] == "/other"
+    assert commands["kl2"][2] == str(BUNDLED)
     assert commands["stock-12"][-4:] == ["--on-cpu", "257", "--threads", "12"]
     worker = bench.parse_args(commands["fast"][2:])
     assert (worker.worker, worker.checkpoint, worker.slots, worker.brief) == ("fast", "/model", 248, True)
