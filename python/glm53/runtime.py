@@ -110,9 +110,11 @@ class PinnedExperts:
         self._makers = ThreadPoolExecutor(MAKE_THREADS, thread_name_prefix="glm53-pin")
         self._pool = ThreadPoolExecutor(FILL_THREADS, thread_name_prefix="glm53-fill")
         self._started = threading.Event()
-        self._arenas: dict[int, Future[Any]] = {layer: self._makers.submit(self._make, layer) for layer in self.layers}
-        self._fills: dict[int, Future[None]] = {layer: self._pool.submit(self._fill, layer) for layer in self.layers}
-        self._started.set()
+        try:
+            self._arenas: dict[int, Future[Any]] = {i: self._makers.submit(self._make, i) for i in self.layers}
+            self._fills: dict[int, Future[None]] = {i: self._pool.submit(self._fill, i) for i in self.layers}
+        finally:
+            self._started.set()  # also where no more threads can be had: those that started must be able to end
 
     def _make(self, layer: int) -> Any:
         self._started.wait()  # a thread's stack is mapped memory: beside pages being made its start takes long

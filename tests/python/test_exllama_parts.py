@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -291,6 +292,21 @@ def test_a_layer_costs_one_copy_and_keeps_no_bytes_of_its_own(exllamav3: Any, mo
         assert trellis is not None
         assert trellis.data_ptr() == store.arena(layer).address + store.layout.stride
         store.finish()
+
+
+def test_threads_that_started_end_where_no_more_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, started = ThreadPoolExecutor.submit, []
+
+    def few(pool: ThreadPoolExecutor, *args: Any) -> Any:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(submit(pool, *args))
+        return started[-1]
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", few)
+    with Checkpoint.open(TINY) as checkpoint, pytest.raises(RuntimeError, match="new thread"):
+        PinnedExperts(checkpoint, _core.HostDevice(), lambda *a: None)
+    assert [future.exception(60) for future in started] == [None, None]
 
 
 def test_loading_fills_no_embedding_and_puts_torch_back(monkeypatch: pytest.MonkeyPatch) -> None:
