@@ -6,13 +6,14 @@ Mode exact, the bundled kind of checkpoint, far fewer slots than experts; under 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from engine_cases import *  # noqa: F403
 from engine_cases import golden_dir
 from engine_chat_cases import *  # noqa: F403
+from generator_fixtures import forget, reuse_rounding  # noqa: F401
 from live_server import LiveServer, start_server
 
 from glm53.config import Settings
@@ -43,23 +44,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     yield server
     server.engine = None
     server.stop(30)
-
-
-@pytest.fixture(scope="module")
-def forget(live: LiveServer) -> Callable[[], None]:
-    """A new generator knows no page and no state."""
-    engine: Any = live.engine
-
-    def renew() -> None:
-        engine._generator = engine._make_generator()
-
-    return renew
-
-
-@pytest.fixture(scope="module")
-def reuse_rounding() -> float:
-    """The same passes over the same tokens: exllamav3 ends one where a prompt's last whole page does in any case."""
-    return 0.0
 
 
 @pytest.fixture(scope="module")

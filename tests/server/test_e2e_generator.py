@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from engine_cases import *  # noqa: F403
 from engine_cases import GENERATE, PROMPT, golden_dir
 from engine_chat_cases import *  # noqa: F403
+from generator_fixtures import forget, reuse_rounding  # noqa: F401
 from live_server import LiveServer, start_server
 
 from glm53.config import Settings
@@ -50,23 +51,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         server.engine = None
         server.stop(30)
         gc.unfreeze()  # the server froze what it had loaded, and native objects must go before their module
-
-
-@pytest.fixture(scope="module")
-def forget(live: LiveServer) -> Callable[[], None]:
-    """A new generator knows no page and no state."""
-    engine: Any = live.engine
-
-    def renew() -> None:
-        engine._generator = engine._make_generator()
-
-    return renew
-
-
-@pytest.fixture(scope="module")
-def reuse_rounding() -> float:
-    """The same passes over the same tokens: exllamav3 ends one where a prompt's last whole page does in any case."""
-    return 0.0
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,26 @@
+"""Fixtures of the tests over exllamav3's generator, with a GPU and without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from live_server import LiveServer
+
+
+@pytest.fixture(scope="module")
+def forget(live: LiveServer) -> Callable[[], None]:
+    """A new generator knows no page and no state."""
+    engine: Any = live.engine
+
+    def renew() -> None:
+        engine._generator = engine._make_generator()
+
+    return renew
+
+
+@pytest.fixture(scope="module")
+def reuse_rounding() -> float:
+    """The same passes over the same tokens: exllamav3 ends one where a prompt's last whole page does in any case."""
+    return 0.0
