@@ -16,6 +16,10 @@ PREFILL_MUST_HAVE = {
 }
 """Without one of these, the claim that prompts are equal is not made."""
 LEAST_POSITIONS = 1000
+SOAK_SLICE_S = 25.0
+"""Seconds of load in a slice, of records that do not say it."""
+MOST_GROWTH, MOST_DRIFT = 0.01, 2.0
+"""Memory under load: a share of what it was; distance from exact steps: over what it was before the load."""
 Bars = dict[str, tuple[Any, Any, bool]]
 
 
@@ -72,13 +76,29 @@ def kl_bar(raw: dict[str, Any]) -> Bars:
     return {"fast.kl_vs_noise": (max(ratios), 1.0, met)} if ratios else {}
 
 
+def soak_bars(raw: dict[str, Any]) -> Bars:
+    """Minutes of load over all calls; clean: flat memory, every cached expert equal to its home, and steps as near to
+    exact ones after each slice as before the load."""
+    records = [v for k, v in raw.items() if k.startswith("soak") and v.get("slices")]
+    if not records:
+        return {}
+    minutes = sum(len(r["slices"]) * r.get("slice_s", SOAK_SLICE_S) for r in records) / 60
+    clean = all(
+        max(r["growth"].values()) <= MOST_GROWTH
+        and not any(s["mismatches"] for s in r["slices"])
+        and max(s["kl_mean"] for s in r["slices"]) <= MOST_DRIFT * r["first"]["kl_mean"]
+        for r in records
+    )
+    return {"fast.soak_clean": (clean, True, clean), "fast.soak_minutes": (minutes, 20.0, minutes >= 20.0)}
+
+
 def bars(raw: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Each bar from the raw figures alone; a bar whose figures are missing is left out."""
     out: Bars = {}
     fast = raw.get("fast", {})
     if "decode1_tok_s" in fast and fast.get("fault1") is None and fast.get("fault4") is None and "rates" in fast:
         out |= speed_bars(raw)
-    out |= kl_bar(raw)
+    out |= kl_bar(raw) | soak_bars(raw)
     if "expert_s" in raw.get("kernel", {}):
         kernel = raw["kernel"]
         times = {name: statistics.median(values) for name, values in kernel["expert_s"].items()}

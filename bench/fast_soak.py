@@ -121,8 +121,9 @@ def work_soak(args: argparse.Namespace) -> dict[str, Any]:
         loaded.model, loaded.cache, loaded.tokenizer, max_batch_size=STREAMS, recurrent_cache_size=1 << 28
     )
     soak, slices, end = Soak(exl, loaded, generator, torch.cuda.memory_reserved), [], time.monotonic() + args.soak
+    slice_s = min(SLICE_S, args.soak)
     while time.monotonic() < end:
-        slices.append(soak.slice(min(SLICE_S, args.soak)))
+        slices.append(soak.slice(slice_s))
         print(slices[-1], flush=True)
     grown = {name: growth([s[name] for s in slices]) for name in ("rss", "vram")}
     before, worst = soak.first, max(s["kl_max"] for s in slices)
@@ -133,5 +134,6 @@ def work_soak(args: argparse.Namespace) -> dict[str, Any]:
         "worst_kl": worst,
         "growth": grown,
         "lane": lane_settings(args),
+        "slice_s": slice_s,
         "slices": slices,
     }

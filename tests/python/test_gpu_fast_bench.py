@@ -108,6 +108,27 @@ def test_the_worse_of_two_checkpoints_counts(bench: Any) -> None:
     assert bench.fast_bars.bars(raw)["fast.kl_vs_noise"] == {"value": 2.5, "want": 1.0, "ok": False}
 
 
+@pytest.mark.parametrize(
+    ("change", "clean"),
+    [
+        (lambda r: None, True),
+        (lambda r: r["growth"].update(rss=0.02), False),
+        (lambda r: r["slices"][1].update(mismatches=1), False),
+        (lambda r: r["slices"][1].update(kl_mean=0.5), False),
+    ],
+)
+def test_minutes_of_load_add_up_and_count_as_clean_only_where_nothing_grew_or_went_wrong(
+    bench: Any, change: Any, clean: bool
+) -> None:
+    one = {"mismatches": 0, "kl_mean": 0.1}
+    record = {"first": {"kl_mean": 0.2}, "growth": {"rss": 0.001, "vram": 0.0}, "slices": [one, dict(one)]}
+    raw = {"soak-1": record, "soak-2": {**json.loads(json.dumps(record)), "slice_s": 585.0}}
+    change(raw["soak-2"])
+    found = bench.fast_bars.bars(raw)
+    assert found["fast.soak_clean"]["ok"] is clean
+    assert found["fast.soak_minutes"] == {"value": pytest.approx((2 * 25 + 2 * 585) / 60), "want": 20.0, "ok": True}
+
+
 def test_the_report_is_written_from_the_folder(bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = synthetic(bench.fast_bars.PREFILL_MUST_HAVE)
     tests = raw.pop("equal")["tests"]
