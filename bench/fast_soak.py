@@ -110,6 +110,7 @@ def work_soak(args: argparse.Namespace) -> dict[str, Any]:
     from gpu_exact import without
 
     from glm53.config import Settings
+    from glm53.engine.exllama.ahead import run_ahead
     from glm53.engine.exllama.loader import LoadOptions, load
 
     state = Path(tempfile.mkdtemp())
@@ -120,6 +121,7 @@ def work_soak(args: argparse.Namespace) -> dict[str, Any]:
     generator = exl.Generator(  # its store of recurrent states is full before the first third is over
         loaded.model, loaded.cache, loaded.tokenizer, max_batch_size=STREAMS, recurrent_cache_size=1 << 28
     )
+    run_ahead(generator, loaded)
     soak, slices, end = Soak(exl, loaded, generator, torch.cuda.memory_reserved), [], time.monotonic() + args.soak
     slice_s = min(SLICE_S, args.soak)
     while time.monotonic() < end:

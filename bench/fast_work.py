@@ -56,6 +56,7 @@ def work_glm(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     import torch
 
     from glm53.config import Settings
+    from glm53.engine.exllama.ahead import run_ahead
     from glm53.engine.exllama.loader import LoadOptions, load
 
     lane = lane_settings(args) if mode == "fast" else {}
@@ -72,6 +73,7 @@ def work_glm(args: argparse.Namespace, mode: str) -> dict[str, Any]:
         max_chunk_size=2048,
         recurrent_cache_size=1 << 30,
     )
+    run_ahead(generator, loaded)
     runner = Runner(exl, generator)
     out: dict[str, Any] = {"mode": mode, "slots": loaded.slots, "load": loaded.times, "split": changes, **lane}
     out["without"] = args.without
@@ -115,8 +117,10 @@ def profile(loaded: Any, runner: Any, streams: int, steps: int) -> dict[str, Any
 
     def step() -> bool:
         generator.iterate()
-        torch.cuda.synchronize()
-        return int(generator.num_remaining_jobs()) == streams
+        more = int(generator.num_remaining_jobs()) == streams
+        if not more:  # else it waits for what it needs, and the next step may be queued already
+            torch.cuda.synchronize()
+        return more
 
     modules = moe_modules(runner.exl, loaded.model)
     with LayerClock(loaded.passes, loaded.patch, modules, lambda: torch.cuda.Event(enable_timing=True)) as clock:

@@ -53,6 +53,7 @@ SHORTEST_S = 20.0
 OPTIONAL = {
     "single_experts": ("single_experts.py", "CUDA error", "AcceleratorError"),
     "bulk_scales": ("expert_tensors.py", "scales.py", "expert tensors", "CUDA error", "AcceleratorError"),
+    "run_ahead": ("ahead.py", "token_table.py", "CUDA error", "AcceleratorError"),
 }
 """Parts of the loader that a run can do without (fields of `LoadOptions`), and words of an error that may be theirs."""
 HOT_SHARE, SHARE_OF = 31, 288
@@ -130,6 +131,7 @@ def work_ours(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from glm53.config import Settings
+    from glm53.engine.exllama.ahead import run_ahead
     from glm53.engine.exllama.loader import LoadOptions, load
 
     state = Path(tempfile.mkdtemp())
@@ -143,6 +145,7 @@ def work_ours(args: argparse.Namespace) -> dict[str, Any]:
         loaded.model, loaded.cache, loaded.tokenizer, max_batch_size=4, max_chunk_size=args.chunk,
         recurrent_cache_size=1 << 30,
     )  # fmt: skip
+    run_ahead(generator, loaded)
     runner = Runner(exl, generator)
     out: dict[str, Any] = {"slots": loaded.slots, "load_s": load_s, "chunk": args.chunk, "knobs": knobs}
     out["without"] = args.without

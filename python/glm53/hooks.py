@@ -1,5 +1,6 @@
 """The patch of a loaded exllamav3 model: what is replaced, how it is checked first, and how it is put back. (With
-`--mtp`, `engine/exllama/mtp.py` besides wraps three methods of the generator that it is given.)
+`--mtp`, `engine/exllama/mtp.py` besides wraps three methods of the generator that it is given, without it
+`engine/exllama/ahead.py` two.)
 
 Replaced, on instances only (no class or module of exllamav3 changes):
   `config.stc.get_tensor`       while a model loads: tensors of routed experts are answered by us (trellises: aliases of
@@ -7,6 +8,7 @@ Replaced, on instances only (no class or module of exllamav3 changes):
   `BlockSparseMLP.routing_fn`   of every MoE layer: after the router, before the experts' kernels
   `BlockSparseMLP.forward`      of every MoE layer, in fast mode only: after the experts' kernels
   `BlockSparseMLP.bc`           of every MoE layer: its calls that run one expert alone are bracketed
+  `Embedding.forward`, `.prepare_for_device`  where a step's ids may come from the GPU: those are looked up there
   `Model.forward`, `.prefill`   bracketed, so that a long prompt's staging can begin before its first layer
 States of a Patch: new -> installed (`install`) -> undone (`undo`). A model carries at most one patch.
 """
@@ -37,6 +39,8 @@ Combine = Callable[[int, Any], None]
 """`combine(moe_layer, out)`: out (..., hidden) float32 is the layer's output, to be added to in place."""
 Single = Callable[[int, int], AbstractContextManager[None]]
 """`single(moe_layer, expert)` surrounds a call that runs one expert alone, through tensors of its own."""
+Lookup = Callable[[Any], Any]
+"""`lookup(ids)`: the embedding's rows (..., hidden) of ids on the GPU, there too, in the dtype that it gives out."""
 Bracket = Callable[[int, bool, int], AbstractContextManager[None]]
 """`bracket(tokens, decode, layers)` surrounds one forward pass over that many tokens; decode: a step of the generator,
 which continues what is in the cache; layers: MoE layers the pass runs."""
@@ -227,6 +231,21 @@ class _Native:
             return self._native.run_single_expert_dq(y, expert, *buffers)
 
 
+def _looked_up(embedding: Any, lookup: Lookup) -> tuple[Any, Any]:
+    """`prepare_for_device` and `forward` of an embedding in host memory, to which ids on the GPU are not copied."""
+    prepare, forward = embedding.prepare_for_device, embedding.forward
+
+    @functools.wraps(prepare)
+    def prepare_for_device(x: Any, params: dict[str, Any]) -> Any:
+        return prepare(x, params) if x.device.type == "cpu" else x
+
+    @functools.wraps(forward)
+    def looked_up(x: Any, params: dict[str, Any], out_dtype: Any = None) -> Any:
+        return forward(x, params, out_dtype) if x.device.type == "cpu" else lookup(x)
+
+    return prepare_for_device, looked_up
+
+
 class Patch:
     """The hooks of one loaded model. Use `install` and `undo`."""
 
@@ -239,9 +258,10 @@ class Patch:
         combine: Combine | None = None,
         *,
         single: Single | None = None,
+        lookup: Lookup | None = None,
     ) -> None:
         self._model, self._modules, self._route, self._bracket = model, modules, route, bracket
-        self._combine, self._single = combine, single
+        self._combine, self._single, self._lookup = combine, single, lookup
         self._saved: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
@@ -255,6 +275,11 @@ class Patch:
                     self._replace(module, "forward", self._combined(index, module.forward, self._combine))
                 if self._single is not None:
                     self._replace(module, "bc", _Native(module.bc, functools.partial(self._single, index)))
+            if self._lookup is not None:
+                embedding = self._model.modules[0]
+                prepare, forward = _looked_up(embedding, self._lookup)
+                self._replace(embedding, "prepare_for_device", prepare)
+                self._replace(embedding, "forward", forward)
             for name, layers in (
                 ("forward", len(self._modules)),
                 ("prefill", prefill_layers(self._model, self._modules)),

@@ -17,6 +17,7 @@ import torch
 
 from glm53.config import Settings
 from glm53.engine.exllama import pins
+from glm53.engine.exllama.ahead import run_ahead
 from glm53.engine.exllama.loader import Loaded, LoadOptions, architecture, load
 from glm53.engine.exllama.passes import Passes
 
@@ -48,12 +49,12 @@ def forward_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
         return model.forward(ids, {"attn_mode": "flash_attn_nc"})[0].cpu()
 
 
-def greedy(exllamav3: Any, generator: Any, prompts: list[torch.Tensor], steps: int) -> list[list[int]]:
-    """Greedy tokens of prompts that decode together."""
+def greedy(exllamav3: Any, generator: Any, prompts: list[torch.Tensor], steps: int, **more: Any) -> list[list[int]]:
+    """Greedy tokens of prompts that decode together; more: arguments of their jobs, another sampler among them."""
     out: list[list[int]] = [[] for _ in prompts]
+    more = {"sampler": exllamav3.GreedySampler(), **more}
     for i, ids in enumerate(prompts):
-        job = exllamav3.Job(input_ids=ids, max_new_tokens=steps, sampler=exllamav3.GreedySampler(), identifier=i)
-        generator.enqueue(job)
+        generator.enqueue(exllamav3.Job(input_ids=ids, max_new_tokens=steps, identifier=i, **more))
     while generator.num_remaining_jobs():
         for r in generator.iterate():
             if r["stage"] == "error":
@@ -124,10 +125,11 @@ class Parts:
         self.loaded = load_ours(checkpoint, state, LoadOptions(max_slots=slots), **changes)
         self.runtime, self.model, self.passes = self.loaded.runtime, self.loaded.model, self.loaded.passes
         self.generator = make_generator(exllamav3, self.model, self.loaded.cache, self.loaded.tokenizer)
+        self.ahead = run_ahead(self.generator, self.loaded)
 
     def close(self) -> None:
         self.loaded.close()
-        for name in ("runtime", "model", "passes", "generator"):
+        for name in ("runtime", "model", "passes", "generator", "ahead"):
             setattr(self, name, None)
         gc.collect()
         torch.cuda.empty_cache()

@@ -141,6 +141,37 @@ def test_the_host_waits_for_nothing_inside_a_decode_steps_moe_layers(
         assert layer["waits"] == 0, layer
 
 
+@pytest.mark.parametrize("streams", [1, 4])
+def test_steps_queued_ahead_draw_what_steps_that_wait_draw(ours: Ours, streams: int) -> None:
+    """Over the end of a page of the KV cache; a stop token where one stream alone is read makes no other batch."""
+    if ours.ahead is None:
+        pytest.skip("left out by --without")
+    vocab, steps = ours.loaded.vocab_size, 200
+    prompts = [prompt_ids(150 + 7 * i, 30 + i, vocab) for i in range(streams)]
+    drawn, ahead = [], []
+    try:
+        for on in (True, False):
+            ours.ahead.on = on
+            before = ours.ahead.steps
+            sampler = ours.exllamav3.ComboSampler(temperature=0.9, top_p=0.9)
+            drawn.append(greedy(ours.exllamav3, ours.generator, prompts, steps, sampler=sampler, seed=5))
+            ahead.append(ours.ahead.steps - before)
+        assert drawn[0] == drawn[1]
+        assert all(len(ids) == steps for ids in drawn[0])
+        assert ahead[0] >= steps - 3 - streams
+        assert ahead[1] == 0
+        if streams == 1:
+            stop = drawn[0][0][60]
+            more = {"sampler": sampler, "seed": 5, "stop_conditions": [stop]}
+            for on in (False, True):
+                ours.ahead.on = on
+                [found] = greedy(ours.exllamav3, ours.generator, prompts, steps, **more)
+                assert found == drawn[0][0][: drawn[0][0].index(stop) + 1]
+    finally:
+        ours.ahead.on = True
+    assert ours.runtime.verify(0) == []
+
+
 def test_policy_on_the_device_equals_the_policy_on_the_host(ours: Ours) -> None:
     """The same picks through a CUDA runtime and a host one end in the same slots."""
     from glm53 import _core

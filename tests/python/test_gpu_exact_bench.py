@@ -208,7 +208,7 @@ def test_a_worker_whose_figures_are_there_is_not_run_again_and_earlier_ones_do_n
 ) -> None:
     record, count = tmp_path / "ours.json", tmp_path / "count"
     fails = f"open({str(count)!r}, 'a').write('x'); raise SystemExit('CUDA error: at the end')"
-    made = stages(bench, tmp_path, without="single_experts,bulk_scales")
+    made = stages(bench, tmp_path, without=",".join(bench.OPTIONAL))
     record.write_text('{"of": "another call"}')
     made.robust("ours", [sys.executable, "-c", fails])
     assert not record.exists()
@@ -231,7 +231,7 @@ def test_the_parts_that_can_be_left_out_are_options_of_a_load(bench: Any) -> Non
     from glm53.engine.exllama.loader import LoadOptions
 
     left_out = bench.without(argparse.Namespace(without=",".join(bench.OPTIONAL)))
-    assert LoadOptions(**left_out) == LoadOptions(single_experts=False, bulk_scales=False)
+    assert LoadOptions(**left_out) == LoadOptions(single_experts=False, bulk_scales=False, run_ahead=False)
     assert LoadOptions(**bench.without(argparse.Namespace(without=""))) == LoadOptions()
 
 

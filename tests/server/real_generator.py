@@ -86,6 +86,7 @@ def import_generator(folder: Path, patch: pytest.MonkeyPatch) -> Any:
     patch.setattr(torch, "zeros", unpinned(torch.zeros))
     for name in ("synchronize", "set_device", "get_device_name"):
         patch.setattr(torch.cuda, name, lambda *args: "none")
+    patch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
     generator = importlib.import_module("exllamav3.generator.generator")
     custom = importlib.import_module("exllamav3.generator.sampler.custom")
     patch.setattr(generator, "RecurrentCache", States)
@@ -205,6 +206,7 @@ def make_engine(exllamav3: Any, model: Any, settings: Settings, vocab_size: int)
         stream=0,
         counts={},
         lane=None,
+        settled=True,
         fault=lambda: None,
         between=lambda prompts_left: exllama.Upkeep.NONE,
         bracket=lambda tokens: nullcontext(),
@@ -215,6 +217,7 @@ def make_engine(exllamav3: Any, model: Any, settings: Settings, vocab_size: int)
         model=Model(model, vocab_size),
         cache=Cache(model, settings.cache_tokens, 8),
         tokenizer=ExllamaTokenizer(tokenizer),
+        tokens=SimpleNamespace(),
         store=SimpleNamespace(bytes=1),
         runtime=runtime,
         passes=passes,

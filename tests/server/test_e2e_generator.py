@@ -75,3 +75,15 @@ def test_an_answer_that_takes_its_pages_in_rounds_is_the_one_that_takes_them_at_
     assert (meta["completion_tokens"], len(meta["output_token_logprobs"])) == (1700, 1700)
     assert meta["cached_tokens"] == 256
     assert meta["prompt_tokens"] == at_once["meta_info"]["prompt_tokens"]
+
+
+def test_answers_come_from_steps_that_were_queued_ahead(live: LiveServer) -> None:
+    """So do those of the other tests here, but for grammars, penalties and log-probabilities."""
+    engine: Any = live.engine
+    before = engine.stats()["steps_ahead"]
+    params = {"temperature": 0.7, "seed": 5, "max_new_tokens": 40, "ignore_eos": True}
+    live.request("POST", GENERATE, {"text": PROMPT, "sampling_params": params})
+    assert engine.stats()["steps_ahead"] - before == 38
+    live.request("POST", GENERATE, {"text": PROMPT, "sampling_params": {**params, "presence_penalty": 0.5}})
+    live.request("POST", GENERATE, {"text": PROMPT, "sampling_params": params, "return_logprob": True})
+    assert engine.stats()["steps_ahead"] - before == 38

@@ -27,6 +27,7 @@ from ...tokenizer import Tokenizer
 from ..protocol import EngineInfo, Finish, GenerationRequest, Progress, TokenScore
 from ..stream import QueuedStream
 from . import mtp, warm
+from .ahead import RunAhead, run_ahead
 from .jobs import Stream, score_rows, slices
 from .loader import RECURRENT_CACHE_BYTES, Loaded, LoadOptions, load
 from .passes import Upkeep
@@ -70,6 +71,7 @@ class ExllamaEngine:
         )
         self._gpu, self._settings = settings.gpu, settings
         self._drafting = None if loaded.draft is None else mtp.Drafting(loaded.draft)
+        self._ahead: RunAhead | None = None
         self._generator = self._make_generator()
         self._lock = threading.Lock()
         self._submitted: deque[Stream] = deque()
@@ -111,6 +113,7 @@ class ExllamaEngine:
         )
         if self._drafting is not None:
             self._drafting.attach(generator)
+        self._ahead = run_ahead(generator, loaded)
         return generator
 
     def submit(self, request: GenerationRequest) -> QueuedStream:
@@ -167,6 +170,7 @@ class ExllamaEngine:
             "expert_cache": dict(cache),
             **({} if tier is None else {"split": tier.stats()}),
             **({} if self._drafting is None else {"mtp": self._drafting.stats()}),
+            "steps_ahead": 0 if self._ahead is None else self._ahead.steps,
             "memory": {**self._memory, "lent_slot_bytes": cache.get("lent_slots", 0) * self._slot_bytes},
             "load": self._load_times,
             "dead": self._dead is not None,

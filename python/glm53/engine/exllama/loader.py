@@ -42,6 +42,7 @@ from .mtp import Draft
 from .passes import GB, Passes, PassSettings
 from .scales import ExpertScales
 from .single_experts import SingleExperts
+from .token_table import TokenTable
 
 log = logging.getLogger(__name__)
 PAGE_TOKENS = 256
@@ -64,6 +65,8 @@ class LoadOptions:
     """Experts that exllamav3 runs alone are read where they lie during a staged prompt; else at home."""
     bulk_scales: bool = True
     """The experts' scales come in one copy a layer; else exllamav3 loads each vector itself."""
+    run_ahead: bool = True
+    """Decode steps are queued before the tokens of the last one are read; not with an MTP draft."""
     lane_limits_ms: tuple[int, int] = (LANE_LIMIT_MS, GPU_LIMIT_MS)
 
 
@@ -106,6 +109,7 @@ class Loaded:
     times: dict[str, Any]
     tier: CpuTier | None = None
     draft: Draft | None = None
+    tokens: TokenTable | None = None
 
     def close(self) -> None:
         """Unpatch, drop the model, then the slots and arenas its tables point to. Nothing may use this afterwards."""
@@ -113,10 +117,12 @@ class Loaded:
         self.patch.undo()
         if self.tier is not None:
             self.tier.close(self.passes.stream)
+        if self.tokens is not None:
+            self.tokens.close()
         self.model.unload()
         if self.draft is not None:
             self.draft.close()
-        for name in ("patch", "passes", "tier", "draft", "runtime", "cache", "model", "tokenizer", "store"):
+        for name in ("patch", "passes", "tier", "draft", "tokens", "runtime", "cache", "model", "tokenizer", "store"):
             setattr(self, name, None)
         gc.unfreeze()
         torch.cuda.empty_cache()
@@ -230,6 +236,7 @@ class _Loading:
     phases: Phases
     scales: ExpertScales
     draft: Draft | None = None
+    tokens: TokenTable | None = None
     tokenizer: Any = None
 
     def run(self, checkpoint: Checkpoint, progress: Progress) -> Loaded:
@@ -251,6 +258,8 @@ class _Loading:
                     _load_from(self.draft.tensors, config, self.draft.model, settings.gpu)
             self.phases.end("weights")
             self.phases.seconds["weights_waiting_for_arenas"] = round(tensors.waited_s, 3)
+            if self.options.run_ahead and self.draft is None:
+                self.tokens = TokenTable.open(model, settings.gpu)  # experts are still being read beside this
             store.finish()
             if self.draft is not None:
                 self.draft.finish()
@@ -262,6 +271,8 @@ class _Loading:
             progress("expert cache", 0.0)
             return self._with_cache(config, model, cache, modules, tier)
         except BaseException:
+            if self.tokens is not None:
+                self.tokens.close()
             model.unload()
             if self.draft is not None:
                 self.draft.close()
@@ -301,10 +312,8 @@ class _Loading:
         single = None
         if self.options.single_experts:
             single = SingleExperts(runtime, modules, store.layout, passes.counts)
-        if tier is None:
-            patch = Patch(model, modules, passes.route, passes.bracket, single=single)
-        else:
-            patch = Patch(model, modules, passes.route_split, passes.bracket, passes.combine, single=single)
+        route, combine = (passes.route, None) if tier is None else (passes.route_split, passes.combine)
+        patch = Patch(model, modules, route, passes.bracket, combine, single=single, lookup=self.tokens)
         patch.install()
         loaded = Loaded(
             exllamav3=self.exllamav3,
@@ -322,6 +331,7 @@ class _Loading:
             slots=slots,
             times={},
             draft=self.draft,
+            tokens=self.tokens,
         )
         self.phases.end("slots")
         self._warm(loaded, len(modules) * store.experts)

@@ -205,6 +205,11 @@ class Passes:
         """VRAM of the slots that are lent now."""
         return self._lent
 
+    @property
+    def settled(self) -> bool:
+        """`between` has nothing to do while no prompt is read: a step may be queued before it is called."""
+        return not (self._lent or self._refilling)
+
     def between(self, prompts_left: bool) -> Upkeep:
         """Take lent slots back once no prompt is being read, and refill them; says what is left to do."""
         if prompts_left:

@@ -1,0 +1,261 @@
+"""Steps queued ahead on exllamav3's own generator without a GPU: tokens, ends and reuse are those of its own steps.
+
+The model is a toy whose state is a hash of all tokens so far. Its KV cache holds the tokens themselves: every step
+reads the whole context through the block tables, so that a token in a wrong place, or one too many, shows. Skipped
+unless GLM53_EXLLAMAV3 names the unpacked wheel, see `real_generator`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from real_generator import States, import_generator
+
+from glm53.engine.exllama.ahead import RunAhead
+from glm53.engine.exllama.sampling import make_sampler
+from glm53.engine.protocol import SamplingParams
+
+FOLDER = os.environ.get("GLM53_EXLLAMAV3", "")
+if not FOLDER:
+    pytest.skip("GLM53_EXLLAMAV3 names no folder with exllamav3's source", allow_module_level=True)
+
+VOCAB, PAGE, TOKENS, SLOTS = 64, 256, 8192, 3
+
+
+def mix(state: int, token: int) -> int:
+    return (state * 31 + token * 7 + 1) % 1000003
+
+
+class State:
+    def __init__(self, hash_: int = 0, position: int = 0) -> None:
+        self.hash, self.position = hash_, position
+
+    def push(self, token: int) -> None:
+        self.hash, self.position = mix(self.hash, token), self.position + 1
+
+    def stash(self) -> dict[str, Any]:
+        return {"checkpoint_size": 1, "position": self.position, "hash": self.hash}
+
+    def free(self) -> None:
+        pass
+
+
+class Cache:
+    initialized = True
+    recurrent_state_cls = State
+    num_slots, max_num_tokens = SLOTS, TOKENS
+
+    def __init__(self) -> None:
+        self.cells: dict[tuple[int, int], int] = {}
+
+    def get_new_state(self) -> State:
+        return State()
+
+    def new_from_stashed(self, stashed: dict[str, Any], position: int) -> State:
+        assert stashed["position"] == position
+        return State(stashed["hash"], position)
+
+    def reset_states(self) -> None:
+        pass
+
+    def copy_page(self, target: Any, source: int, to: int, count: int) -> None:
+        self.cells |= {(to, i): self.cells[source, i] for i in range(count) if (source, i) in self.cells}
+
+
+class Model:
+    """log: what the host did, in order."""
+
+    caps = {"recurrent_states": True}  # noqa: RUF012
+    loaded_tp = False
+    output_device = "cpu"
+
+    def __init__(self, cache: Cache) -> None:
+        self.config = SimpleNamespace(vocab_size=VOCAB, infer_params=None)
+        self.cache, self.log = cache, []  # type: Any, list[tuple[str, Any]]
+        self.read_by_gpu: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def forward(self, input_ids: torch.Tensor, params: dict[str, Any]) -> torch.Tensor:
+        self.read_by_gpu = [(t, t.clone()) for t in (params["block_table"], params["cache_seqlens"])]
+        self.log.append(("queued", params["cache_seqlens"].tolist()))
+        return torch.stack([self._row(input_ids, params, row) for row in range(len(input_ids))]).half()
+
+    def prefill(self, input_ids: torch.Tensor, params: dict[str, Any]) -> None:
+        self.log.append(("prompt", input_ids.numel()))
+        self._row(input_ids, params, 0)
+
+    def _row(self, input_ids: torch.Tensor, params: dict[str, Any], row: int) -> torch.Tensor:
+        state, start = params["recurrent_states"][row], int(params["cache_seqlens"][row])
+        assert state.position == start
+        table = params["block_table"][row].tolist()
+        for i, token in enumerate(input_ids[row].tolist()):
+            self.cache.cells[table[(start + i) // PAGE], (start + i) % PAGE] = token
+            state.push(token)
+        whole = 0
+        for at in range(state.position):
+            whole = mix(whole, self.cache.cells[table[at // PAGE], at % PAGE])
+        assert whole == state.hash
+        logits = torch.full((1, VOCAB), -20.0)
+        logits[0, 2 + torch.arange(60)] = torch.tensor([float(whole // (i + 3) % 17) / 8 for i in range(60)])
+        return logits
+
+
+class Tokenizer:
+    actual_vocab_size = VOCAB
+
+    def get_id_to_piece_list(self, include_special_tokens: bool = False) -> list[str]:
+        return [f"<{i}>" for i in range(VOCAB)]
+
+
+class Event:
+    """The host may not touch what the GPU still has to read."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def record(self) -> None:
+        self._read_by_gpu = self._model.read_by_gpu
+
+    def synchronize(self) -> None:
+        assert all(torch.equal(now, then) for now, then in self._read_by_gpu)
+        self._model.log.append(("read", None))
+
+
+class Asked:
+    """A generator with or without steps queued ahead, and what its jobs told."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, ahead: bool, settled: Callable[[], bool] = lambda: True) -> None:
+        self.ex = import_generator(Path(FOLDER), patch)
+        self.model = Model(Cache())
+        patch.setattr(torch.cuda, "Event", lambda: Event(self.model))
+        patch.setattr(torch.cuda, "synchronize", lambda *args: self.model.log.append(("read", None)))
+        self.generator = self.ex.Generator(
+            self.model, self.model.cache, Tokenizer(), max_batch_size=SLOTS, max_chunk_size=512,
+            recurrent_cache_size=1 << 20, recurrent_checkpoint_interval=512,
+        )  # fmt: skip
+        assert isinstance(self.generator.recurrent_cache, States)
+        self.ahead = RunAhead(self.generator, settled) if ahead else None
+        self.told: dict[int, list[Any]] = {}
+        self.jobs: dict[int, Any] = {}
+
+    def job(self, name: int, prompt: list[int], count: int, penalised: bool = False, **more: Any) -> Any:
+        params = SamplingParams(temperature=0.8, frequency_penalty=0.5 if penalised else 0.0)
+        self.told[name] = []
+        self.jobs[name] = self.ex.Job(
+            input_ids=torch.tensor([prompt]), max_new_tokens=count, seed=name, identifier=name,
+            sampler=make_sampler(self.ex, params, len(prompt)), **more,
+        )  # fmt: skip
+        return self.jobs[name]
+
+    def step(self) -> None:
+        for r in self.generator.iterate():
+            assert r["stage"] != "error", r
+            if r["stage"] == "streaming":
+                ids = [p["token_ids"].tolist() for p in (r, r.get("held") or {}) if p.get("token_ids") is not None]
+                ends = {k: r.get(k) for k in ("eos", "eos_reason", "new_tokens", "cached_tokens", "requeue")}
+                self.told[r["identifier"]].append((ids, ends))
+
+    def run(self, arrivals: dict[int, list[Any]]) -> dict[int, list[Any]]:
+        """arrivals: jobs by the number of steps after which they come, or functions to call then."""
+        waiting = dict(arrivals)
+        for at in range(20000):
+            for what in waiting.pop(at, []):
+                what() if callable(what) else self.generator.enqueue(what)
+            if not waiting and not self.generator.num_remaining_jobs():
+                return self.told
+            self.step()
+        raise AssertionError("it never ends")
+
+
+def both(case: Callable[[Asked], dict[int, list[Any]]]) -> tuple[Asked, dict[int, list[Any]], dict[int, list[Any]]]:
+    """One that ran ahead, what it told, and what exllamav3 alone tells."""
+    with pytest.MonkeyPatch.context() as patch:
+        alone = case(Asked(patch, ahead=False))
+    with pytest.MonkeyPatch.context() as patch:
+        asked = Asked(patch, ahead=True)
+        return asked, case(asked), alone
+
+
+def test_the_next_step_is_queued_before_a_steps_tokens_are_read() -> None:
+    asked, told, alone = both(lambda a: a.run({0: [a.job(1, [5, 6, 7], 40), a.job(2, [8, 9], 40)]}))
+    assert told == alone
+    decode = [what for what, _ in asked.model.log if what != "prompt"]
+    assert decode[:8] == ["queued", "read", "queued", "queued", "read", "queued", "read", "queued"]
+    assert asked.ahead is not None
+    assert asked.ahead.steps == 38
+    assert decode[-5:] == ["queued", "read", "queued", "read", "read"]
+
+
+def test_streams_that_come_stop_and_end_at_any_time_tell_what_they_do_alone() -> None:
+    def case(a: Asked) -> dict[int, list[Any]]:
+        long = [3 + i % 50 for i in range(700)]
+        return a.run({
+            0: [a.job(1, [5, 6, 7], 90), a.job(2, [9] * 250, 40, stop_conditions=list(range(30, 34)))],
+            7: [a.job(3, long, 300)],
+            9: [a.job(4, [4, 4], 25, penalised=True), a.job(5, [*long, 7], 33)],
+            60: [a.job(6, [2, 3], 1), a.job(7, [2, 3], 2), a.job(8, [2, 3], 3)],
+            90: [a.job(i, [i] * i, 400, stop_conditions=[20, 21, 22]) for i in range(20, 32)],
+        })  # fmt: skip
+
+    asked, told, alone = both(case)
+    assert told == alone
+    assert {t[-1][1]["eos_reason"] for t in told.values()} == {"stop_token", "max_new_tokens"}
+    assert asked.ahead is not None
+    assert asked.ahead.steps > 200
+
+
+def test_pages_states_and_rounds_are_kept_as_without() -> None:
+    """What a later prompt finds in the cache, and answers that take their pages in rounds."""
+
+    def case(a: Asked) -> dict[int, list[Any]]:
+        a.run({0: [a.job(1, [5] * 300, 900), a.job(2, [6] * 10, 1400, max_rq_tokens=512)]})
+        said = [i for ids, _ in a.told[1] for part in ids for i in part[0]]
+        return a.run({0: [a.job(3, [5] * 300 + said, 30), a.job(4, [5] * 300 + said[:220], 30)]})
+
+    asked, told, alone = both(case)
+    assert told == alone
+    assert told[3][-1][1]["cached_tokens"] >= 1024
+    log = asked.model.log
+    ahead = [q for q, before in zip(log[1:], log, strict=False) if q[0] == before[0] == "queued"]
+    assert ahead
+    assert not any(at % PAGE == 0 for _, lengths in ahead for at in lengths)
+
+
+def test_a_cancelled_stream_leaves_the_others_and_its_place_to_the_next() -> None:
+    def case(a: Asked) -> dict[int, list[Any]]:
+        def cancel(name: int) -> Callable[[], None]:
+            return lambda: a.generator.cancel(a.jobs[name])
+
+        jobs = [a.job(i, [i] * 9, 60) for i in range(1, 4)]
+        return a.run({0: jobs, 11: [cancel(2)], 12: [a.job(5, [7] * 20, 20)], 40: [cancel(1), cancel(3), cancel(5)],
+                      41: [a.job(6, [1] * 9, 12)]})  # fmt: skip
+
+    asked, told, alone = both(case)
+    assert {name: t[:11] for name, t in told.items()} == {name: t[:11] for name, t in alone.items()}
+    assert told[6] == alone[6]
+    assert told[5] == alone[5]
+    assert asked.ahead is not None
+    assert asked.ahead.steps > 20
+
+
+def test_nothing_is_queued_ahead_while_slots_are_lent() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        lent = [True]
+        asked = Asked(patch, ahead=True, settled=lambda: not lent[0])
+        assert asked.ahead is not None
+        asked.generator.enqueue(asked.job(1, [5, 6], 60))
+        for _ in range(20):
+            asked.step()
+        assert asked.ahead.steps == 0
+        lent[0] = False
+        for _ in range(20):
+            asked.step()
+        assert asked.ahead.steps == 20
+        lent[0] = True
+        asked.step()
+        assert (asked.ahead.steps, asked.model.log[-1][0]) == (20, "read")
