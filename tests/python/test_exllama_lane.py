@@ -131,6 +131,29 @@ def routed(rows: int, dtype: torch.dtype = torch.half) -> tuple[torch.Tensor, to
     return torch.arange(4).repeat(rows, 1), weights, torch.ones(rows, HIDDEN, dtype=dtype)
 
 
+def test_a_pass_asks_once_which_stream_it_is_queued_on(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch takes longer to tell than a layer's whole hook does."""
+    runtime = Recorder()
+    passes = make_passes(runtime)
+    passes.lane = SimpleNamespace(wake=lambda: None)  # type: ignore[assignment]
+    asked: list[int] = []
+
+    def current_stream(*args: Any) -> Any:
+        asked.append(48)
+        return SimpleNamespace(cuda_stream=48)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    with passes.bracket(4, True):
+        for layer in range(5):
+            passes.route_split(layer, 4, routed(4), {})
+            passes.combine(layer, torch.zeros(1, 4, HIDDEN))
+    assert asked == [48]
+    assert {call[-1] for call in runtime.calls} == {48}
+    with passes.bracket(4):
+        passes.route(0, 4, routed(4), {})
+    assert asked == [48, 48]
+
+
 def test_decode_steps_are_split_and_completed_and_nothing_else_is(cuda: Any) -> None:
     runtime = Recorder()
     passes = make_passes(runtime)

@@ -92,6 +92,7 @@ class Passes:
         self._refilling = False
         self._staging = False
         self.lane: CpuTier | None = None
+        self._queued_on = self.stream  # of the pass that is being queued: torch takes some us to tell
         self._splitting = False
         self._split_rows = 0
         # decode_passes: all of at most MAX_DECODE_ROWS tokens, the last piece of a prompt among them
@@ -109,9 +110,9 @@ class Passes:
         if self._staging:
             self._rt.enter_layer(layer, picks, n, rows)
         elif rows <= MAX_DECODE_ROWS:
-            self._rt.decode(layer, picks, n, rows, self.stream)
+            self._rt.decode(layer, picks, n, rows, self._queued_on)
         else:
-            self._rt.prompt(layer, picks, n, rows, self.stream)
+            self._rt.prompt(layer, picks, n, rows, self._queued_on)
 
     def route_split(self, layer: int, rows: int, routed: Routed, params: dict[str, Any]) -> None:
         """`route` in fast mode: a decode step's misses go to both lanes. What the CPU takes loses its weight here."""
@@ -125,7 +126,7 @@ class Passes:
                 f"{tuple(weights.shape)}; the CPU lane needs contiguous float16 rows"
             )
         self._rt.decode_split(
-            layer, selected.data_ptr(), selected.numel(), rows, x.data_ptr(), weights.data_ptr(), self.stream
+            layer, selected.data_ptr(), selected.numel(), rows, x.data_ptr(), weights.data_ptr(), self._queued_on
         )
         self._split_rows = rows
 
@@ -138,7 +139,7 @@ class Passes:
             raise EngineError(
                 f"MoE layer {layer}: its output is {out.dtype} {tuple(out.shape)}, not {rows} contiguous float32 rows"
             )
-        self._rt.add_partial(rows, out.data_ptr(), False, self.stream)
+        self._rt.add_partial(rows, out.data_ptr(), False, self._queued_on)
 
     def fault(self) -> str | None:
         """What went wrong with the CPU lane in the steps whose tokens have been read; None: nothing."""
@@ -148,6 +149,7 @@ class Passes:
     def bracket(self, tokens: int, decode: bool = False, layers: int = 0) -> Iterator[None]:
         """Around one forward pass; decode: it is a step of the generator, not a prompt; layers: MoE layers it runs (0:
         all)."""
+        self._queued_on = self.stream
         if tokens <= MAX_DECODE_ROWS:
             self.counts["decode_passes"] += 1
             if not decode or self.lane is None:
