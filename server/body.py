@@ -12,7 +12,7 @@ from .cors import is_foreign
 from .errors import HttpError
 from .options import MIB
 
-MAX_MARKS = 500_000  # takes at most about 80 ms to parse; a million tokens of source code have fewer
+MAX_MARKS = 300_000  # takes at most about 50 ms to parse; source code that fills the context has fewer
 FORM = "application/x-www-form-urlencoded"  # what `curl -d` sends unless it is told otherwise
 
 

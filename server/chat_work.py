@@ -25,16 +25,17 @@ class ChatWork:
     works: list[Work]
 
 
-def render_prompt(state: ServerState, call: ChatCall) -> Prompt:
-    """Token ids of the conversation. Raises RequestError if a Jinja template refuses it."""
-    return state.prompts.chat(call.messages, call.tools, call.chat, call.template_kwargs)
+def render_prompt(state: ServerState, call: ChatCall, context: int | None = None) -> Prompt:
+    """Token ids of the conversation, for a `context` or only to be counted. Raises RequestError if a Jinja template
+    refuses it, PromptTooLong where it exceeds the context by far."""
+    return state.prompts.chat(call.messages, call.tools, call.chat, call.template_kwargs, context=context)
 
 
 def chat_work(state: ServerState, engine: Engine, call: ChatCall, new_id: Callable[[], str] = new_call_id) -> ChatWork:
     """Everything that can be refused is refused here. Raises RequestError or PromptTooLong. May run on any thread."""
     decoding = call.decoding
     check_choices(state, decoding.n)
-    prompt = render_prompt(state, call)
+    prompt = render_prompt(state, call, engine.info.context)
     max_tokens = fit(len(prompt.ids), decoding.max_tokens, engine.info.context)
     works = [
         Work(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from glm53.chat import ChatOptions, JinjaRenderer, Message, Tool, encode, opens_thinking, render
-from glm53.errors import ConfigError, PromptTooLong
-from glm53.tokenizer import Tokenizer
+from glm53.errors import ConfigError, PromptTooLong, RequestError
+from glm53.tokenizer import TextTooLong, Tokenizer
+
+MOST_COUNTED = 1 << 21  # tokens of a text that is encoded without a model to read it
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +46,48 @@ class PromptBuilder:
         tools: Sequence[Tool] | None,
         options: ChatOptions,
         extra: Mapping[str, Any] | None = None,
+        *,
+        context: int | None = None,
     ) -> Prompt:
-        """Render and encode a conversation; `extra` are further variables of a Jinja template."""
+        """Render and encode a conversation; `extra` are further variables of a Jinja template.
+
+        Raises PromptTooLong where it is seen early that the prompt exceeds `context` (None: it is only counted).
+        """
         if self._jinja is not None:
             segments = self._jinja.render(messages, tools, options, extra)
         else:
             segments = render(messages, tools, options)
-        return Prompt(encode(segments, self._tokenizer), opens_thinking(segments))
+        with _limit(context) as most:
+            return Prompt(encode(segments, self._tokenizer, most), opens_thinking(segments))
 
-    def text(self, text: str) -> list[int]:
-        """Encode plain text; it can contain no special token."""
-        return self._tokenizer.encode(text)
+    def text(self, text: str, context: int | None = None) -> list[int]:
+        """Encode plain text; it can contain no special token. Raises as `chat` does."""
+        with _limit(context) as most:
+            return self._tokenizer.encode(text, most)
+
+    def count_only(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode texts that no model will read. Raises RequestError if they are too long together."""
+        out: list[list[int]] = []
+        left = MOST_COUNTED
+        for text in texts:
+            out.append(self.text(text))
+            left -= len(out[-1])
+            if left < 0:
+                raise _too_many()
+        return out
+
+
+@contextmanager
+def _limit(context: int | None) -> Iterator[int]:
+    try:
+        yield MOST_COUNTED if context is None else context
+    except TextTooLong as e:
+        raise _too_many() if context is None else PromptTooLong(e.tokens, context, at_least=True) from None
+
+
+def _too_many() -> RequestError:
+    message = f"The text has more than {MOST_COUNTED:,} tokens; send it in parts."
+    return RequestError(message, param="prompt", code="text_too_long")
 
 
 def fit(prompt_tokens: int, wanted: int | None, context: int) -> int:

@@ -36,10 +36,11 @@ def text_work(
 ) -> TextWork:
     """Encode and fit. Raises RequestError or PromptTooLong. May run on any thread."""
     check_choices(state, decoding.n)
-    ids = [state.prompts.text(p) if isinstance(p, str) else list(p) for p in prompts]
+    context = engine.info.context
+    ids = [state.prompts.text(p, context) if isinstance(p, str) else list(p) for p in prompts]
     works = []
     for prompt in ids:
-        max_tokens = fit(len(prompt), decoding.max_tokens, engine.info.context)
+        max_tokens = fit(len(prompt), decoding.max_tokens, context)
         for index in range(decoding.n):
             parser = OutputParser(
                 state.tokenizer,

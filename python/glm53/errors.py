@@ -44,12 +44,15 @@ class RequestError(Glm53Error):
 
 
 class PromptTooLong(RequestError):
-    """Prompt tokens fill or exceed the context. Wording that OpenAI clients and LiteLLM match on."""
+    """Prompt tokens fill or exceed the context. Wording that OpenAI clients and LiteLLM match on.
 
-    def __init__(self, prompt_tokens: int, context: int) -> None:
+    `at_least`: the prompt was not counted to its end.
+    """
+
+    def __init__(self, prompt_tokens: int, context: int, *, at_least: bool = False) -> None:
         super().__init__(
-            f"This model's maximum context length is {context} tokens. However, your request has {prompt_tokens} "
-            "input tokens. Please reduce the length of the messages.",
+            f"This model's maximum context length is {context} tokens. However, your request has "
+            f"{'at least ' if at_least else ''}{prompt_tokens} input tokens. Please reduce the length of the messages.",
             param="messages",
             code="context_length_exceeded",
             n_prompt_tokens=prompt_tokens,

@@ -179,7 +179,7 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
             if call.chat is not None:
                 ids = render_prompt(state, call.chat).ids
                 return {"tokens": ids, "count": len(ids), **limit}
-            tokens = [state.prompts.text(t) for t in call.texts]
+            tokens = state.prompts.count_only(call.texts)
             if call.batch:
                 return {"tokens": tokens, "count": [len(t) for t in tokens], **limit}
             return {"tokens": tokens[0], "count": len(tokens[0]), **limit}

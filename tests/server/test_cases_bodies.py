@@ -191,7 +191,7 @@ def test_millions_of_tiny_values_are_refused_unparsed(start: Start, piece: bytes
     live = start()
     error = refused(live.post("/tokenize", b'{"x":[' + piece * 1_000_000 + b"0]}", JSON), 413)
     assert error["code"] == "request_too_complex"
-    assert live.post("/tokenize", b'{"prompt":"a","x":[' + piece * 100_000 + b"0]}", JSON).status == 200
+    assert live.post("/tokenize", b'{"prompt":"a","x":[' + piece * 90_000 + b"0]}", JSON).status == 200
 
 
 def test_b59_context_overflow_is_a_status_before_any_stream(start: Start) -> None:
@@ -203,6 +203,36 @@ def test_b59_context_overflow_is_a_status_before_any_stream(start: Start) -> Non
         assert "This model's maximum context length is 64 tokens" in error["message"]
         assert error["n_ctx"] == 64
         assert error["n_prompt_tokens"] > 64
+
+
+def test_b59_what_exceeds_the_context_by_far_is_not_read_to_its_end(start: Start) -> None:
+    live = start(context=1000)
+    for text in ("word " * 1_000_000, "a" * 5_000_000, " " * 12_000_000):
+        error = refused(live.chat(messages=user(text)))
+        assert error["code"] == "context_length_exceeded"
+        assert "This model's maximum context length is 1000 tokens" in error["message"]
+        assert "at least" in error["message"]
+        assert 1000 < error["n_prompt_tokens"] < 300_000
+    assert refused(live.post("/v1/completions", {"prompt": " " * 12_000_000}))["code"] == "context_length_exceeded"
+
+
+def test_what_no_tokenizer_can_read_is_refused_in_words(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    live = start()
+    for body in ({"prompt": " " * 12_000_000}, {"messages": user(" " * 12_000_000)}):
+        error = refused(live.post("/tokenize", body))
+        assert error["code"] == "text_too_long"
+        assert "12,000,000 characters without a word break" in error["message"]
+    assert "Traceback" not in caplog.text
+
+
+def test_more_tokens_than_anyone_counts_are_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glm53.server.prompt.MOST_COUNTED", 100_000)
+    live = start()
+    for body in ({"prompt": "word " * 200_000}, {"prompt": ["word " * 20_000] * 6}, {"messages": user("a" * 900_000)}):
+        error = refused(live.post("/tokenize", body))
+        assert error["code"] == "text_too_long"
+        assert "more than 100,000 tokens" in error["message"]
+    assert live.post("/tokenize", {"prompt": ["word " * 20_000] * 2}).status == 200
 
 
 @pytest.mark.parametrize("letter", ["a", " ", "\n"])

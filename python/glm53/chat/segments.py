@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from glm53.tokenizer import Tokenizer
+from glm53.tokenizer import TextTooLong, Tokenizer
 
 SPECIAL_NAMES = (
     "<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>", "<|assistant|>",
@@ -48,18 +48,31 @@ def opens_thinking(segments: Sequence[Segment]) -> bool:
     return False
 
 
-def encode(segments: Iterable[Segment], tokenizer: Tokenizer) -> list[int]:
-    """Token ids. Neighbouring plain segments are encoded as one text. Raises CheckpointError for an unknown token."""
+def encode(segments: Iterable[Segment], tokenizer: Tokenizer, most: int | None = None) -> list[int]:
+    """Token ids. Neighbouring plain segments are encoded as one text.
+
+    Raises CheckpointError for an unknown token, and TextTooLong rather than encode much more than `most` tokens.
+    """
     ids: list[int] = []
     text: list[str] = []
+
+    def flush() -> None:
+        left = None if most is None else most - len(ids)
+        if left is not None and left < 0:
+            raise TextTooLong(len(ids))
+        try:
+            ids.extend(tokenizer.encode("".join(text), left))
+        except TextTooLong as e:
+            raise TextTooLong(len(ids) + e.tokens) from None
+        text.clear()
+
     for segment in segments:
         if not segment.special:
             text.append(segment.text)
             continue
         if text:
-            ids += tokenizer.encode("".join(text))
-            text = []
+            flush()
         ids.append(tokenizer.special_id(segment.text))
     if text:
-        ids += tokenizer.encode("".join(text))
+        flush()
     return ids
