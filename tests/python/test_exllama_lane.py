@@ -174,6 +174,8 @@ def test_decode_steps_are_split_and_completed_and_nothing_else_is(cuda: Any) -> 
         assert runtime.calls[1][1] == 4
         assert runtime.calls[1][3:] == (False, passes.stream)
     assert woken == ["now"]
+    passes.begins()
+    assert woken == ["now", "now"]
     with passes.bracket(4, False):  # a short prompt
         assert layer(4) == ["decode"]
     with passes.bracket(20, True):
@@ -182,7 +184,8 @@ def test_decode_steps_are_split_and_completed_and_nothing_else_is(cuda: Any) -> 
     passes.lane = None
     with passes.bracket(4, True):
         assert layer(4) == ["decode"]
-    assert woken == ["now"]
+    passes.begins()
+    assert woken == ["now", "now"]
 
 
 def test_a_pass_that_fails_half_way_leaves_nothing_to_the_next(cuda: Any) -> None:

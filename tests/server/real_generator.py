@@ -207,6 +207,7 @@ def make_engine(exllamav3: Any, model: Any, settings: Settings, vocab_size: int)
         counts={},
         lane=None,
         settled=True,
+        begins=lambda: None,
         fault=lambda: None,
         between=lambda prompts_left: exllama.Upkeep.NONE,
         bracket=lambda tokens: nullcontext(),

@@ -129,7 +129,7 @@ class Event:
 class Asked:
     """A generator with or without steps queued ahead, and what its jobs told."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, *, ahead: bool, settled: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, *, ahead: bool) -> None:
         self.ex = import_generator(Path(FOLDER), patch)
         self.model = Model(Cache())
         patch.setattr(torch.cuda, "Event", lambda: Event(self.model))
@@ -139,7 +139,15 @@ class Asked:
             recurrent_cache_size=1 << 20, recurrent_checkpoint_interval=512,
         )  # fmt: skip
         assert isinstance(self.generator.recurrent_cache, States)
-        self.ahead = RunAhead(self.generator, settled) if ahead else None
+        self.passes = SimpleNamespace(settled=True, begins=lambda: self.model.log.append(("begins", None)))
+        self.ahead = RunAhead(self.generator, self.passes) if ahead else None  # type: ignore[arg-type]
+        self.drained, drain = 0, self.generator.on_queue_drained
+
+        def on_queue_drained() -> None:
+            self.drained += 1
+            drain()
+
+        self.generator.on_queue_drained = on_queue_drained
         self.told: dict[int, list[Any]] = {}
         self.jobs: dict[int, Any] = {}
 
@@ -175,16 +183,21 @@ class Asked:
 def both(case: Callable[[Asked], dict[int, list[Any]]]) -> tuple[Asked, dict[int, list[Any]], dict[int, list[Any]]]:
     """One that ran ahead, what it told, and what exllamav3 alone tells."""
     with pytest.MonkeyPatch.context() as patch:
-        alone = case(Asked(patch, ahead=False))
+        other = Asked(patch, ahead=False)
+        alone = case(other)
     with pytest.MonkeyPatch.context() as patch:
         asked = Asked(patch, ahead=True)
-        return asked, case(asked), alone
+        told = case(asked)
+        assert asked.drained == other.drained > 0
+        return asked, told, alone
 
 
 def test_the_next_step_is_queued_before_a_steps_tokens_are_read() -> None:
     asked, told, alone = both(lambda a: a.run({0: [a.job(1, [5, 6, 7], 40), a.job(2, [8, 9], 40)]}))
     assert told == alone
-    decode = [what for what, _ in asked.model.log if what != "prompt"]
+    log = [what for what, _ in asked.model.log]
+    assert "".join(w[0] for w in log).count("qrb") == 38  # what was queued ahead begins when the one before was read
+    decode = [what for what in log if what not in ("prompt", "begins")]
     assert decode[:8] == ["queued", "read", "queued", "queued", "read", "queued", "read", "queued"]
     assert asked.ahead is not None
     assert asked.ahead.steps == 38
@@ -245,17 +258,17 @@ def test_a_cancelled_stream_leaves_the_others_and_its_place_to_the_next() -> Non
 
 def test_nothing_is_queued_ahead_while_slots_are_lent() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        lent = [True]
-        asked = Asked(patch, ahead=True, settled=lambda: not lent[0])
+        asked = Asked(patch, ahead=True)
+        asked.passes.settled = False
         assert asked.ahead is not None
         asked.generator.enqueue(asked.job(1, [5, 6], 60))
         for _ in range(20):
             asked.step()
         assert asked.ahead.steps == 0
-        lent[0] = False
+        asked.passes.settled = True
         for _ in range(20):
             asked.step()
         assert asked.ahead.steps == 20
-        lent[0] = True
+        asked.passes.settled = False
         asked.step()
         assert (asked.ahead.steps, asked.model.log[-1][0]) == (20, "read")

@@ -17,7 +17,6 @@ step that was queued ahead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from .loader import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from .loader import Loaded
+    from .passes import Passes
 
 _TABLE_PAGES = 16
 """exllamav3 makes its block tables a multiple of this wide."""
@@ -82,10 +82,11 @@ def _in_round(job: Any, tokens: int) -> bool:
 
 
 class RunAhead:
-    """Takes over a generator before its first step. settled: says that nothing is to be done between two steps."""
+    """Takes over a generator before its first step. `passes` says whether anything is to be done between two steps, and
+    hears when one begins that was queued before."""
 
-    def __init__(self, generator: Any, settled: Callable[[], bool]) -> None:
-        self._generator, self._settled = generator, settled
+    def __init__(self, generator: Any, passes: Passes) -> None:
+        self._generator, self._passes = generator, passes
         self._iterate, self._decode = generator.iterate, generator.iterate_gen
         self._buffers = [_Buffers(generator.max_batch_size) for _ in range(2)]
         self._queued: _Step | None = None
@@ -127,7 +128,7 @@ class RunAhead:
             and bool(g.active_jobs)
             and (full or not g.pending_jobs)
             and all(_plain(job) and job.is_prefill_done() for job in g.active_jobs)
-            and self._settled()
+            and self._passes.settled
         )
 
     def _may_follow(self, step: _Step) -> bool:
@@ -191,6 +192,8 @@ class RunAhead:
         """Wait for a step's tokens, give them to its streams; followed: the next step, which feeds them, is queued."""
         g = self._generator
         step.read.synchronize()
+        if followed:
+            self._passes.begins()
         ended = []
         for row, job in enumerate(step.jobs):
             if job not in g.active_jobs:  # it stopped or was cancelled after this step had been queued
@@ -211,4 +214,4 @@ def run_ahead(generator: Any, loaded: Loaded) -> RunAhead | None:
     """Let a new generator of a loaded model run ahead, if what was loaded lets it: not with an MTP draft."""
     if loaded.tokens is None or loaded.draft is not None:
         return None
-    return RunAhead(generator, lambda: loaded.passes.settled)
+    return RunAhead(generator, loaded.passes)

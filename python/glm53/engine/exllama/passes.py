@@ -212,6 +212,11 @@ class Passes:
         """`between` has nothing to do while no prompt is read: a step may be queued before it is called."""
         return not (self._lent or self._refilling)
 
+    def begins(self) -> None:
+        """A decode step that was queued some time ago begins on the GPU: the lane's workers may have gone to sleep."""
+        if self.lane is not None:
+            self.lane.wake()
+
     def between(self, prompts_left: bool) -> Upkeep:
         """Take lent slots back once no prompt is being read, and refill them; says what is left to do."""
         if prompts_left:
