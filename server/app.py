@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from aiohttp import web
 
 from glm53.tokenizer import Tokenizer
 
+from .body import ask_later
 from .lifecycle import LoadEngine, Server, run
 from .middleware import authenticate, decorate, errors_as_json, observe, preflight
 from .options import ServerOptions
@@ -16,28 +18,31 @@ from .state import STATE, ServerState
 
 __all__ = ["ROUTES", "LoadEngine", "Server", "ServerOptions", "create_app", "serve"]
 
+_post = partial(web.post, expect_handler=ask_later)
+_get = partial(web.get, expect_handler=ask_later)
+
 ROUTES = [
-    web.post("/v1/chat/completions", chat.chat_completions),
-    web.post("/v1/completions", completions.completions),
-    web.post("/v1/responses", responses.responses),
-    web.post("/v1/messages", messages.messages),
-    web.post("/v1/messages/count_tokens", messages.count_tokens),
-    web.post("/generate", generate.generate),
-    web.post("/tokenize", generate.tokenize),
-    web.post("/detokenize", generate.detokenize),
-    web.get("/health", info.health),
-    web.get("/health_generate", info.health_generate),
-    web.get("/v1/models", info.models),
-    web.get("/v1/models/{id:.+}", info.model),
-    web.get("/stats", info.stats),
-    web.get("/server_info", info.server_info),
-    web.get("/get_server_info", info.server_info),
-    web.get("/model_info", info.model_info),
-    web.get("/get_model_info", info.model_info),
-    web.get("/metrics", info.metrics),
-    web.get("/openapi.json", info.openapi_json),
-    web.get("/", page.index),
-    web.get("/web/{name}", page.asset),
+    _post("/v1/chat/completions", chat.chat_completions),
+    _post("/v1/completions", completions.completions),
+    _post("/v1/responses", responses.responses),
+    _post("/v1/messages", messages.messages),
+    _post("/v1/messages/count_tokens", messages.count_tokens),
+    _post("/generate", generate.generate),
+    _post("/tokenize", generate.tokenize),
+    _post("/detokenize", generate.detokenize),
+    _get("/health", info.health),
+    _get("/health_generate", info.health_generate),
+    _get("/v1/models", info.models),
+    _get("/v1/models/{id:.+}", info.model),
+    _get("/stats", info.stats),
+    _get("/server_info", info.server_info),
+    _get("/get_server_info", info.server_info),
+    _get("/model_info", info.model_info),
+    _get("/get_model_info", info.model_info),
+    _get("/metrics", info.metrics),
+    _get("/openapi.json", info.openapi_json),
+    _get("/", page.index),
+    _get("/web/{name}", page.asset),
 ]
 
 

@@ -35,9 +35,35 @@ def _check_content_type(request: web.Request) -> None:
     )
 
 
-def _check_structure(data: bytes) -> None:
+async def ask_later(request: web.Request) -> None:
+    """For an Expect header aiohttp calls this: `read_body` asks for the body, once it is known to be wanted."""
+
+
+def _check_length(request: web.Request) -> None:
+    if (request.content_length or 0) > request.app._client_max_size:
+        raise _too_large(request)
+
+
+def _too_large(request: web.Request) -> HttpError:
+    limit = request.app._client_max_size
+    message = f"the request body is larger than {limit / MIB:g} MiB (setting max_body_mib)"
+    return HttpError(413, message, code="request_too_large")
+
+
+async def _ask_for_body(request: web.Request) -> None:
+    if request.headers.get("Expect", "").lower() == "100-continue" and request.version >= (1, 1):
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the reply has not begun
+
+
+async def _check_structure(data: bytes) -> None:
     """Parsing JSON holds the interpreter lock: a body of millions of tiny values would stop every stream meanwhile."""
-    marks = sum(data.count(mark) for mark in (b",", b":", b"[", b"{"))
+    if len(data) <= MAX_MARKS:
+        return
+    marks = 0
+    for mark in (b",", b":", b"[", b"{"):
+        marks += data.count(mark)
+        await asyncio.sleep(0)  # looking through 32 MiB takes some 10 ms
     if marks > MAX_MARKS:
         message = (
             f"the request body has {marks:,} commas, colons and opening brackets; at most {MAX_MARKS:,} are accepted"
@@ -48,18 +74,18 @@ def _check_structure(data: bytes) -> None:
 async def read_body(request: web.Request, *, timeout_s: float) -> bytes:
     """The whole body, decompressed. Raises HttpError 400, 408, 413 or 415."""
     _check_content_type(request)
+    _check_length(request)
+    await _ask_for_body(request)
     try:
         async with asyncio.timeout(timeout_s or None):
             data = await request.read()
     except HTTPRequestEntityTooLarge:
-        limit = request.app._client_max_size
-        message = f"the request body is larger than {limit / MIB:g} MiB (setting max_body_mib)"
-        raise HttpError(413, message, code="request_too_large") from None
+        raise _too_large(request) from None
     except (web.RequestPayloadError, HttpProcessingError):
         raise HttpError(
             400, "the request body cannot be read: broken encoding or compression", code="bad_body"
         ) from None
     except TimeoutError:
         raise HttpError(408, f"the request body did not arrive within {timeout_s:g} s", code="body_timeout") from None
-    _check_structure(data)
+    await _check_structure(data)
     return data

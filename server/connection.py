@@ -15,6 +15,8 @@ from aiohttp import web
 
 from .errors import HttpError, reply_for
 
+HTTP_2 = "Pause on PRI/Upgrade"  # what the parser says of HTTP/2's preface
+
 
 class Connection(web.RequestHandler):
     """Made by `lifecycle.Server` for each client; the outermost middleware tells it of its requests."""
@@ -81,7 +83,8 @@ class Connection(web.RequestHandler):
 
 def _first_line(message: str | None) -> str:
     """What aiohttp's parser says is wrong, without the bytes it goes on to quote."""
-    return re.split(r":?\s*b['\"]|\n", (message or "malformed").strip())[0].rstrip(": ")
+    line = re.split(r":?\s*(?:b['\"]|bytearray\()|\n", (message or "malformed").strip())[0].rstrip(": ")
+    return "HTTP/2 is not spoken here, HTTP/1.1 is" if line == HTTP_2 else line
 
 
 def _error(status: int, text: str, code: str) -> dict[str, object]:

@@ -92,8 +92,9 @@ class Tokenizer:
         return ids
 
     def _next_break(self, text: str, start: int) -> int:
-        """Where a word begins, at or behind `start`; looked for in parts, for a search holds the GIL."""
-        for at in range(start, len(text), PIECE) if self._can_cut else ():
+        """Where a word begins, at or behind `start`; looked for in parts, for a search holds the GIL, and only as far
+        as a run may reach."""
+        for at in range(start, min(len(text), start + MAX_RUN), PIECE) if self._can_cut else ():
             if match := BREAK.search(text, at, at + PIECE):
                 return match.start()
         return len(text)

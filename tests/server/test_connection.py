@@ -51,6 +51,56 @@ def test_what_is_not_http_gets_a_json_error_that_quotes_nothing(start: Start, se
     assert live.get("/health").status == 200
 
 
+def test_http_2_is_told_what_is_spoken_here(start: Start) -> None:
+    _, body = reply_to(start(), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+    assert "HTTP/1.1" in body["error"]["message"]
+
+
+def test_a_path_too_long_is_not_quoted(start: Start) -> None:
+    _, body = reply_to(start(), b"GET /" + b"secret" * 2000 + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert body["error"]["message"].endswith("Got more than 8190 bytes when reading")
+
+
+def expecting(live: LiveServer, headers: bytes, expect: bytes = b"100-continue") -> socket.socket:
+    """A request whose client waits to be asked for the body."""
+    start_of_it = HEAD + b"Connection: close\r\nContent-Type: application/json\r\nExpect: " + expect + b"\r\n"
+    return live.raw(start_of_it + headers + b"\r\n")
+
+
+def everything(s: socket.socket) -> bytes:
+    s.settimeout(30)
+    return b"".join(iter(lambda: s.recv(65536), b""))
+
+
+def test_a_body_is_asked_for(start: Start) -> None:
+    body = json.dumps({"messages": user("x")}).encode()
+    with expecting(start(), b"Content-Length: %d\r\n" % len(body)) as s:
+        assert s.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        s.sendall(body)
+        assert b"HTTP/1.1 200 OK" in everything(s)
+
+
+def test_a_body_nobody_wants_is_not_asked_for(start: Start) -> None:
+    live = start(api_keys=("right",), max_body_bytes=1000)
+    with expecting(live, b"Content-Length: 900\r\n") as s:
+        assert s.recv(65536).startswith(b"HTTP/1.1 401 ")
+    key = b"Authorization: Bearer right\r\n"
+    with expecting(live, key + b"Content-Length: 99999999999\r\n") as s:
+        reply = s.recv(65536)
+    assert reply.startswith(b"HTTP/1.1 413 ")
+    assert b"request_too_large" in reply
+    with live.raw(HEAD + key + b"Content-Type: application/json\r\nContent-Length: 99999999999\r\n\r\n") as s:
+        s.settimeout(30)
+        assert s.recv(65536).startswith(b"HTTP/1.1 413 "), "the body was waited for"
+
+
+def test_other_expectations_are_no_error(start: Start) -> None:
+    body = json.dumps({"messages": user("x")}).encode()
+    with expecting(start(), b"Content-Length: %d\r\n" % len(body), b"a miracle") as s:
+        s.sendall(body)
+        assert everything(s).startswith(b"HTTP/1.1 200 OK")
+
+
 def is_closed(s: socket.socket) -> None:
     """Wait until the other side has closed. Fails if it does not in time."""
     s.settimeout(60)
