@@ -9,6 +9,7 @@ let key = sessionStorage.getItem("glm53-key") || "";
 let turns = [];
 let running = null;
 let before = null;
+let loaded = false;
 const rates = [];
 
 function headers() {
@@ -18,6 +19,7 @@ function headers() {
 async function getJson(path) {
   const reply = await fetch(path, { headers: headers(), cache: "no-store" });
   $("key-box").hidden = reply.status !== 401;
+  if (reply.status === 401) setText("key-note", key ? "The server refused this key." : "This server wants an API key.");
   if (!reply.ok) throw new Error(`${path}: ${reply.status}`);
   return reply.json();
 }
@@ -29,6 +31,11 @@ function element(tag, text, className) {
   if (text !== undefined) node.textContent = text;
   if (className) node.className = className;
   return node;
+}
+
+// Live regions are read out at every change: what stays the same must not be written again.
+function setText(id, text) {
+  if ($(id).textContent !== text) $(id).textContent = text;
 }
 
 function pairs(id, entries) {
@@ -55,33 +62,33 @@ function duration(seconds) {
 
 // ---- status ----
 
-function showPhase(stats) {
-  const what = $("what");
-  what.dataset.phase = stats.status;
+function showPhase(phase, text = phase, detail = "") {
+  $("what").dataset.phase = phase;
+  setText("what", text);
+  setText("detail", detail);
+  $("load").hidden = phase !== "loading";
+}
+
+function showStatus(stats) {
   if (stats.loading) {
-    what.textContent = `loading: ${stats.loading.stage}, ${(100 * stats.loading.progress).toFixed(0)} %`;
-  } else if (stats.status === "ready") {
-    what.textContent = `ready, up ${duration(stats.uptime_s)}`;
+    $("load").value = stats.loading.progress;
+    showPhase("loading", `loading: ${stats.loading.stage}`, `${(100 * stats.loading.progress).toFixed(0)} %`);
   } else {
-    what.textContent = stats.status;
+    showPhase(stats.status, stats.status, stats.status === "ready" ? `up ${duration(stats.uptime_s)}` : "");
   }
 }
 
-function liveTokens(stats) {
-  return new Map(stats.requests.map((r) => [r.id, r.completion_tokens]));
-}
-
-function showSpeed(stats, now) {
-  const tokens = liveTokens(stats);
+function showSpeed(requests, now) {
+  const tokens = new Map(requests.map((r) => [r.id, r.completion_tokens]));
   const seconds = before ? (now - before.now) / 1000 : 0;
   let total = 0;
-  const rows = stats.requests.map((r) => {
+  const rows = requests.map((r) => {
     const since = before ? r.completion_tokens - (before.tokens.get(r.id) || 0) : 0;
     const rate = seconds > 0 ? since / seconds : r.tokens_per_s;
     total += rate;
     const row = element("li");
     const speed = r.phase === "decode" ? `${rate.toFixed(1)} tokens/s` : r.phase;
-    row.append(element("span", `${r.route.replace("/v1/", "")}, ${count(r.completion_tokens)}`), element("span", speed));
+    row.append(element("span", `${r.route.replace("/v1/", "").replace("chat/completions", "chat")}, ${count(r.completion_tokens)} tokens`), element("span", speed));
     return row;
   });
   before = { now, tokens };
@@ -95,11 +102,15 @@ function showSpeed(stats, now) {
 function drawSpark() {
   const top = Math.max(1, ...rates);
   const step = 240 / (HISTORY - 1);
-  const start = HISTORY - rates.length;
-  const points = rates.map((r, i) => `${((start + i) * step).toFixed(1)},${(46 - (44 * r) / top).toFixed(1)}`);
-  const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
-  path.setAttribute("d", `M${points.join("L")}`);
-  $("spark").replaceChildren(path);
+  const seconds = [...new Array(HISTORY - rates.length).fill(0), ...rates];
+  const points = seconds.map((r, i) => `${(i * step).toFixed(1)},${(46 - (44 * r) / top).toFixed(1)}`);
+  const paths = [["area", `M0,48L${points.join("L")}L240,48Z`], ["line", `M${points.join("L")}`]].map(([name, d]) => {
+    const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+    path.setAttribute("class", name);
+    path.setAttribute("d", d);
+    return path;
+  });
+  $("spark").replaceChildren(...paths);
 }
 
 // Numbers of routed experts by where they were computed; engines without lanes have one.
@@ -160,6 +171,7 @@ async function showLoaded() {
       ["context", count(info.context_length)],
       ["loaded in", duration(info.load_s)],
     ]);
+    $("warnings-box").hidden = !info.warnings.length;
     $("warnings").replaceChildren(...info.warnings.map((w) => element("li", w)));
     return true;
   } catch {
@@ -167,20 +179,23 @@ async function showLoaded() {
   }
 }
 
+async function refresh() {
+  try {
+    const stats = await getJson("stats");
+    showStatus(stats);
+    showSpeed(stats.requests, performance.now());
+    showCounters(stats);
+    if (!loaded && stats.status === "ready") loaded = await showLoaded();
+  } catch {
+    loaded = false;
+    showPhase("down", $("key-box").hidden ? "not reachable" : "needs an API key");
+    showSpeed([], performance.now());
+  }
+}
+
 async function poll() {
-  let loaded = false;
   for (;;) {
-    try {
-      const stats = await getJson("stats");
-      showPhase(stats);
-      showSpeed(stats, performance.now());
-      showCounters(stats);
-      if (!loaded && stats.status === "ready") loaded = await showLoaded();
-    } catch {
-      loaded = false;
-      $("what").dataset.phase = "down";
-      $("what").textContent = $("key-box").hidden ? "not reachable" : "needs an API key";
-    }
+    await refresh();
     await new Promise((done) => setTimeout(done, POLL_MS));
   }
 }
@@ -206,6 +221,7 @@ function addAnswer() {
   fold.append(element("summary", "Reasoning"), element("div"));
   const text = element("div", "", "text");
   const note = element("p", "waiting", "note");
+  note.setAttribute("role", "status");
   node.append(fold, text, note);
   $("log").append(node);
   return { fold, reasoning: fold.lastChild, text, note };
@@ -231,17 +247,18 @@ async function* events(reply) {
 function apply(chunk, view, answer) {
   if (chunk.error) throw new Error(chunk.error.message);
   if (chunk.usage) answer.usage = chunk.usage;
+  if (chunk.timings) answer.rate = chunk.timings.predicted_per_second;
   const choice = chunk.choices && chunk.choices[0];
   if (!choice) return;
   const stuck = stuckToEnd();
   if (choice.delta.reasoning_content) {
     view.fold.hidden = false;
-    view.note.textContent = "thinking";
+    if (!view.reasoning.firstChild) view.note.textContent = "thinking";
     view.reasoning.append(choice.delta.reasoning_content);
   }
   if (choice.delta.content) {
+    if (!answer.content) view.note.textContent = "answering";
     answer.content += choice.delta.content;
-    view.note.textContent = "answering";
     view.text.append(choice.delta.content);
   }
   if (choice.finish_reason) answer.finish = choice.finish_reason;
@@ -251,7 +268,8 @@ function apply(chunk, view, answer) {
 function summary(answer, seconds) {
   const tokens = answer.usage ? answer.usage.completion_tokens : 0;
   const cut = answer.finish === "length" ? ", cut at the token limit" : "";
-  return `${count(tokens)} tokens in ${seconds.toFixed(1)} s${cut}`;
+  const rate = answer.rate ? `, ${answer.rate.toFixed(1)} tokens/s` : "";
+  return `${count(tokens)} tokens in ${seconds.toFixed(1)} s${rate}${cut}`;
 }
 
 async function ask(body, view, answer) {
@@ -286,7 +304,7 @@ async function send() {
   conversation.push({ role: "user", content: text });
   $("log").append(element("div", text, "turn user"));
   const view = addAnswer();
-  const answer = { content: "", finish: "", usage: null };
+  const answer = { content: "", finish: "", usage: null, rate: 0 };
   follow(true);
   setRunning(new AbortController());
   const thinking = $("thinking").checked;
@@ -297,9 +315,11 @@ async function send() {
     const stopped = error.name === "AbortError";
     view.note.textContent = stopped ? "stopped" : error.message;
     view.note.classList.toggle("error", !stopped);
+    if (!stopped && !answer.content && !$("prompt").value) $("prompt").value = text; // to be sent again
   } finally {
     setRunning(null);
-    conversation.push({ role: "assistant", content: answer.content });
+    if (answer.content) conversation.push({ role: "assistant", content: answer.content });
+    else conversation.pop(); // a question without an answer is no part of what comes next
     $("prompt").focus();
   }
 }
@@ -329,6 +349,8 @@ $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   key = $("key").value;
   sessionStorage.setItem("glm53-key", key);
+  $("key").value = "";
+  refresh();
 });
 
 poll();

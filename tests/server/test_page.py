@@ -131,6 +131,7 @@ def test_chat_by_keyboard_with_folded_reasoning_and_stop(start: Start, short_pat
         await page.type("What is it?")
         await page.key("Enter", 13)
         await page.until("document.querySelector('.turn .note')?.textContent.includes('tokens in')")
+        assert "tokens/s" in await page.text(".turn .note")
         assert await page.text(".turn.user") == "What is it?"
         assert await page.text(".turn .text") == "The <b>answer</b>."
         assert await page.text(".turn details div") == "First thought"
@@ -165,6 +166,37 @@ def test_status_side(start: Start, short_path: Path) -> None:
     visit(live, short_path, steps)
 
 
+def test_what_is_read_out_changes_only_with_the_state(start: Start, short_path: Path) -> None:
+    live = start(ANSWER)
+
+    async def steps(page: Page) -> None:
+        await page.until("document.querySelector('#detail').textContent.startsWith('up ')")
+        assert await page.text("#what") == "ready"
+        watch = "new MutationObserver(() => { window.spoken = true; }).observe(what, {childList: true})"
+        await page.evaluate(f"{watch}, window.since = document.querySelector('#detail').textContent")
+        await page.until("document.querySelector('#detail').textContent !== window.since")
+        assert await page.evaluate("window.spoken") is None
+        loading = "{status: 'loading', loading: {stage: 'experts', progress: 0.25}}"
+        shown = "[load.hidden, load.value, what.textContent, detail.textContent]"
+        assert await page.evaluate(f"showStatus({loading}), {shown}") == [False, 0.25, "loading: experts", "25 %"]
+        await page.until("load.hidden")
+
+    visit(live, short_path, steps)
+
+
+def test_a_server_that_went_away_shows_no_speed(start: Start, short_path: Path) -> None:
+    live = start(SLOW)
+
+    async def steps(page: Page) -> None:
+        await page.evaluate("$('prompt').value = 'x', send(), 0")
+        await page.until("parseFloat(rate.textContent) > 5")
+        await page.evaluate("window.fetch = () => Promise.reject(new TypeError('gone')), 0")
+        await page.until("what.textContent === 'not reachable'")
+        assert await page.evaluate("[rate.textContent, streams.children.length]") == ["0.0", 0]
+
+    visit(live, short_path, steps)
+
+
 def test_an_error_is_shown_in_words(start: Start, short_path: Path) -> None:
     live = start(ANSWER, context=20)
 
@@ -173,6 +205,8 @@ def test_an_error_is_shown_in_words(start: Start, short_path: Path) -> None:
         await page.type("word " * 50)
         await page.evaluate("document.querySelector('#send').click()")
         await page.until("document.querySelector('.turn .error')?.textContent.includes('maximum context length')")
+        assert await page.evaluate("document.querySelector('#prompt').value") == ("word " * 50).strip()
+        assert await page.evaluate("turns.length") == 0, "the next question would carry this one along"
         page.errors.clear()  # the browser logs every 400
 
     visit(live, short_path, steps)
@@ -185,7 +219,11 @@ def test_a_key_can_be_entered(start: Start, short_path: Path) -> None:
         async with browser(short_path / "profile", 1280, 800) as page:
             await page.send("Page.navigate", url=live.url + "/")
             await page.until("document.querySelector('#what')?.textContent === 'needs an API key'")
+            assert await page.text("#key-note") == "This server wants an API key."
             await page.evaluate("document.querySelector('#key').focus()")
+            await page.type("open-barley")
+            await page.key("Enter", 13)
+            await page.until("document.querySelector('#key-note').textContent === 'The server refused this key.'")
             await page.type("open-sesame")
             await page.key("Enter", 13)
             await page.until("document.querySelector('#what').dataset.phase === 'ready'")
