@@ -72,6 +72,7 @@ def use_fakes(monkeypatch: pytest.MonkeyPatch, free: int = 4 * 10**9) -> FakeCud
         "get_device_capability": lambda *a: (0, 0),
         "current_stream": lambda *a: stream(16),
         "Stream": lambda: stream(32),
+        "Event": lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None),
     }
     for name, value in replaced.items():
         monkeypatch.setattr(torch.cuda, name, value)

@@ -131,6 +131,32 @@ def routed(rows: int, dtype: torch.dtype = torch.half) -> tuple[torch.Tensor, to
     return torch.arange(4).repeat(rows, 1), weights, torch.ones(rows, HIDDEN, dtype=dtype)
 
 
+def test_a_decode_step_says_when_it_is_half_done(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    event = SimpleNamespace(record=lambda: done.append("recorded"), synchronize=lambda: done.append("awaited"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    runtime = Recorder()
+    passes = make_passes(runtime)
+
+    def layers(route: Any, decode: bool) -> list[int]:
+        at = []
+        with passes.bracket(2, decode, 6):
+            for layer in range(6):
+                done.clear()
+                route(layer, 2, routed(2), {})
+                at += [layer] * len(done)
+        return at
+
+    assert layers(passes.route, True) == [3]
+    assert layers(passes.route, False) == []  # the end of a prompt
+    passes.lane = SimpleNamespace(wake=lambda: None)  # type: ignore[assignment]
+    assert layers(passes.route_split, True) == [3]
+    assert layers(passes.route_split, False) == []
+    passes.route(3, 2, routed(2), {})  # outside of every pass
+    passes.await_half()
+    assert done == ["awaited"]
+
+
 def test_a_pass_asks_once_which_stream_it_is_queued_on(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch takes longer to tell than a layer's whole hook does."""
     runtime = Recorder()

@@ -226,7 +226,7 @@ def stand_in(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     use_fakes(monkeypatch)
     clock = Clock()
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: clock.event())
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing=False: clock.event())
     monkeypatch.setattr(bench.gpu_exact, "link_rate", lambda loaded: 25.0)
     monkeypatch.setattr(exact_run, "PROMPT", 20)
     monkeypatch.setattr(fast_work, "both_rates", lambda loaded, cpus: {"cpu_gb_s": 60.0, "copy_gb_s": 40.0})

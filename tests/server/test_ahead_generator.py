@@ -139,8 +139,13 @@ class Asked:
             recurrent_cache_size=1 << 20, recurrent_checkpoint_interval=512,
         )  # fmt: skip
         assert isinstance(self.generator.recurrent_cache, States)
-        self.passes = SimpleNamespace(settled=True, begins=lambda: self.model.log.append(("begins", None)))
-        self.ahead = RunAhead(self.generator, self.passes) if ahead else None  # type: ignore[arg-type]
+        self.passes = SimpleNamespace(
+            settled=True,
+            await_half=lambda: self.model.log.append(("await half", None)),
+            begins=lambda: self.model.log.append(("begins", None)),
+        )
+        self.waiting = False
+        self.ahead = RunAhead(self.generator, self.passes, lambda: self.waiting) if ahead else None  # type: ignore[arg-type]
         self.drained, drain = 0, self.generator.on_queue_drained
 
         def on_queue_drained() -> None:
@@ -196,8 +201,9 @@ def test_the_next_step_is_queued_before_a_steps_tokens_are_read() -> None:
     asked, told, alone = both(lambda a: a.run({0: [a.job(1, [5, 6, 7], 40), a.job(2, [8, 9], 40)]}))
     assert told == alone
     log = [what for what, _ in asked.model.log]
-    assert "".join(w[0] for w in log).count("qrb") == 38  # what was queued ahead begins when the one before was read
-    decode = [what for what in log if what not in ("prompt", "begins")]
+    # a step is queued when the one before is half done, and begins when that was read
+    assert "".join(w[0] for w in log).count("aqrb") == 38
+    decode = [what for what in log if what not in ("prompt", "await half", "begins")]
     assert decode[:8] == ["queued", "read", "queued", "queued", "read", "queued", "read", "queued"]
     assert asked.ahead is not None
     assert asked.ahead.steps == 38
@@ -233,7 +239,7 @@ def test_pages_states_and_rounds_are_kept_as_without() -> None:
     asked, told, alone = both(case)
     assert told == alone
     assert told[3][-1][1]["cached_tokens"] >= 1024
-    log = asked.model.log
+    log = [entry for entry in asked.model.log if entry[0] != "await half"]
     ahead = [q for q, before in zip(log[1:], log, strict=False) if q[0] == before[0] == "queued"]
     assert ahead
     assert not any(at % PAGE == 0 for _, lengths in ahead for at in lengths)
@@ -254,6 +260,27 @@ def test_a_cancelled_stream_leaves_the_others_and_its_place_to_the_next() -> Non
     assert told[5] == alone[5]
     assert asked.ahead is not None
     assert asked.ahead.steps > 20
+
+
+def test_a_prompt_that_comes_in_the_first_half_of_a_step_is_next() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        asked = Asked(patch, ahead=True)
+        assert asked.ahead is not None
+        asked.generator.enqueue(asked.job(1, [5, 6], 60))
+        for _ in range(10):
+            asked.step()
+
+        def comes() -> None:
+            asked.waiting = True
+
+        asked.passes.await_half = comes
+        asked.step()
+        steps = asked.ahead.steps
+        asked.generator.enqueue(asked.job(2, [5, 6], 3))
+        asked.model.log.clear()
+        asked.step()
+        assert [what for what, _ in asked.model.log][:2] == ["prompt", "queued"]
+        assert asked.ahead.steps == steps
 
 
 def test_nothing_is_queued_ahead_while_slots_are_lent() -> None:

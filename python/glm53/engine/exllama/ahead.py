@@ -2,21 +2,23 @@
 
 exllamav3 waits for a step's tokens, hands them out, prepares the next step and only then queues it; the GPU has nothing
 to do meanwhile. Here the ids that a step draws stay on the GPU and are the next step's input (`token_table.py`), so
-that it is queued before they are read. What is drawn is the same: the same passes, samplers and random numbers in the
-same order. Where a token may change what comes next, nothing is queued ahead of it: at the end of a page (its hash, a
-kept KDA state), before a limit, while a prompt waits or is read, while expert slots are lent. For streams with
-grammars, penalties or log-probabilities exllamav3's own step runs. A stop token is seen one step late: the row that
-this step has too many is dropped, and what it wrote lies behind the tokens that its page is known to hold.
+that it is queued before they are read, when half of this step is done. What is drawn is the same: the same passes,
+samplers and random numbers in the same order. Where a token may change what comes next, nothing is queued ahead of it:
+at the end of a page (its hash, a kept KDA state), before a limit, while a prompt waits or is read, while expert slots
+are lent. For streams with grammars, penalties or log-probabilities exllamav3's own step runs. A stop token is seen one
+step late: the row that this step has too many is dropped, and what it wrote lies behind the tokens that its page is
+known to hold.
 
 Replaced, on the generator's instance: `iterate` and `iterate_gen`.
 States of a RunAhead: level (every queued step has been read; exllamav3's `iterate` runs) -> ahead (one has not). Only
 `iterate` and `iterate_gen` change it, on the engine's thread. Jobs may be cancelled in either.
-Costs: two sets of small page-locked buffers; a stream that stops costs a row of one step, a new prompt waits for the
-step that was queued ahead.
+Costs: two sets of small page-locked buffers; a stream that stops costs a row of one step, and a prompt that comes in
+the second half of a step waits for the next one too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -82,11 +84,11 @@ def _in_round(job: Any, tokens: int) -> bool:
 
 
 class RunAhead:
-    """Takes over a generator before its first step. `passes` says whether anything is to be done between two steps, and
-    hears when one begins that was queued before."""
+    """Takes over a generator before its first step. `passes` says whether anything is to be done between two steps and
+    how far one is, and hears when one begins that was queued before; `waiting`: nothing is to follow this one."""
 
-    def __init__(self, generator: Any, passes: Passes) -> None:
-        self._generator, self._passes = generator, passes
+    def __init__(self, generator: Any, passes: Passes, waiting: Callable[[], bool] = lambda: False) -> None:
+        self._generator, self._passes, self._waiting = generator, passes, waiting
         self._iterate, self._decode = generator.iterate, generator.iterate_gen
         self._buffers = [_Buffers(generator.max_batch_size) for _ in range(2)]
         self._queued: _Step | None = None
@@ -114,8 +116,10 @@ class RunAhead:
 
     def _advance(self, step: _Step, results: list[dict[str, Any]]) -> None:
         """Queue what follows `step` if that may be done before its tokens are known, then read them."""
-        self._queued = None
-        following = self._queue(step.jobs, step) if self._may_follow(step) else None
+        self._queued = following = None
+        if self._may_follow(step):
+            self._passes.await_half()
+            following = None if self._waiting() else self._queue(step.jobs, step)
         self._read(step, results, following is not None)
         self._queued = following
 
@@ -210,8 +214,8 @@ class RunAhead:
             g.on_queue_drained()
 
 
-def run_ahead(generator: Any, loaded: Loaded) -> RunAhead | None:
+def run_ahead(generator: Any, loaded: Loaded, waiting: Callable[[], bool] = lambda: False) -> RunAhead | None:
     """Let a new generator of a loaded model run ahead, if what was loaded lets it: not with an MTP draft."""
     if loaded.tokens is None or loaded.draft is not None:
         return None
-    return RunAhead(generator, loaded.passes)
+    return RunAhead(generator, loaded.passes, waiting)

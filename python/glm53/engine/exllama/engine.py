@@ -113,7 +113,7 @@ class ExllamaEngine:
         )
         if self._drafting is not None:
             self._drafting.attach(generator)
-        self._ahead = run_ahead(generator, loaded)
+        self._ahead = run_ahead(generator, loaded, lambda: bool(self._submitted or self._scorings))
         return generator
 
     def submit(self, request: GenerationRequest) -> QueuedStream:

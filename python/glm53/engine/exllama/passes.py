@@ -95,6 +95,8 @@ class Passes:
         self._queued_on = self.stream  # of the pass that is being queued: torch takes some us to tell
         self._splitting = False
         self._split_rows = 0
+        self._middle = -1
+        self._half_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         # decode_passes: all of at most MAX_DECODE_ROWS tokens, the last piece of a prompt among them
         self.counts = {"decode_passes": 0, "prompt_passes": 0, "staged_passes": 0, "lendings": 0}
 
@@ -105,6 +107,8 @@ class Passes:
 
     def route(self, layer: int, rows: int, routed: Routed, params: dict[str, Any]) -> None:
         """Called by exllamav3 right after a layer's router."""
+        if layer == self._middle:
+            self._half_done.record()
         selected = routed[0]
         picks, n = selected.data_ptr(), selected.numel()
         if self._staging:
@@ -119,6 +123,8 @@ class Passes:
         if not self._splitting:
             self.route(layer, rows, routed, params)
             return
+        if layer == self._middle:
+            self._half_done.record()
         selected, weights, x = routed
         if not _plain(x, (rows, self._hidden)) or not _plain(weights, selected.shape):
             raise EngineError(
@@ -152,15 +158,14 @@ class Passes:
         self._queued_on = self.stream
         if tokens <= MAX_DECODE_ROWS:
             self.counts["decode_passes"] += 1
-            if not decode or self.lane is None:
-                yield
-                return
-            self.lane.wake()
-            self._splitting = True
+            self._middle = layers // 2 if decode else -1
+            if decode and self.lane is not None:
+                self.lane.wake()
+                self._splitting = True
             try:
                 yield
             finally:
-                self._splitting, self._split_rows = False, 0
+                self._splitting, self._split_rows, self._middle = False, 0, -1
             return
         staged = tokens >= self.threshold
         self._make_room(tokens, 2 * self._settings.stage_bytes if staged and not self._rt.has_staging else 0)
@@ -211,6 +216,11 @@ class Passes:
     def settled(self) -> bool:
         """`between` has nothing to do while no prompt is read: a step may be queued before it is called."""
         return not (self._lent or self._refilling)
+
+    def await_half(self) -> None:
+        """Wait until the GPU has done half of the decode step that was queued last. Where more kernels are queued than
+        the driver takes (about a step of the real model), queueing one waits and holds Python's lock meanwhile."""
+        self._half_done.synchronize()
 
     def begins(self) -> None:
         """A decode step that was queued some time ago begins on the GPU: the lane's workers may have gone to sleep."""
