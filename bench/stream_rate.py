@@ -5,7 +5,13 @@
 
 Each stream is judged by two numbers. "bend" is the largest distance between the share of text that has arrived and the
 share of time that has passed: 0 for a steady stream, 0.5 for a server that delivers at half speed and flushes the other
-half at the end. "last burst" is the share of text in the last 5 % of the time. --json writes the figures in the form of
+half at the end. "last burst" is the share of text in the last 5 % of the time. Against a server whose engine makes a
+known number of tokens a second, --rate wants more: a median gap within 10 % of one token's time, and none above 50 ms.
+
+    glm53 serve --scripted bench/steady.jsonl
+    python3 bench/stream_rate.py --streams 4 --rate 200 --max-tokens 2000
+
+--json writes the figures in the form of
 bench/results, with each stream's arrival curve. Exit code 0: even; 1: not; 2: no verdict (the server failed, or the
 answer was too short).
 """
@@ -30,6 +36,8 @@ from urllib.parse import urlsplit
 PROMPT = "Write a long, detailed story about a lighthouse keeper who repairs clocks."
 MAX_BEND = 0.25
 MAX_LAST_BURST = 0.2
+MAX_GAP_OFF = 0.1  # share of one token's time
+MAX_GAP_MS = 50.0
 FEWEST_EVENTS = 20
 CURVE = 100
 
@@ -124,8 +132,10 @@ def note(data: bytes, now: float, out: Arrivals) -> bool:
     return True
 
 
-def judge(arrivals: Arrivals) -> Verdict:
-    """Figures and verdict of one stream. Raises NoVerdict if it is too short."""
+def judge(arrivals: Arrivals, rate: float = 0.0) -> Verdict:
+    """Figures and verdict of one stream; `rate`: tokens/s its engine makes, 0 = not known.
+
+    Raises NoVerdict if it is too short."""
     events = arrivals.events
     if len(events) < FEWEST_EVENTS:
         raise NoVerdict(f"only {len(events)} events with text; {FEWEST_EVENTS} are needed to judge (try --max-tokens)")
@@ -136,6 +146,7 @@ def judge(arrivals: Arrivals) -> Verdict:
     tokens = arrivals.completion_tokens or len(events)
     bend = largest_bend(events, first, span, total)
     last_burst = sum(n for t, n in events if t > first + 0.95 * span) / total
+    on_time = not rate or (gap_off(statistics.median(gaps), rate) <= MAX_GAP_OFF and max(gaps) <= MAX_GAP_MS)
     return Verdict(
         tokens=tokens,
         events=len(events),
@@ -147,10 +158,15 @@ def judge(arrivals: Arrivals) -> Verdict:
         gap_max_ms=round(max(gaps), 3),
         bend=round(bend, 4),
         last_burst=round(last_burst, 4),
-        even=bend <= MAX_BEND and last_burst <= MAX_LAST_BURST,
+        even=bend <= MAX_BEND and last_burst <= MAX_LAST_BURST and on_time,
         finish=arrivals.finish,
         curve=curve_of(events, first, span, total),
     )
+
+
+def gap_off(median_ms: float, rate: float) -> float:
+    """How far the median gap is from one token's time, as a share of that."""
+    return abs(median_ms * rate / 1000 - 1)
 
 
 def curve_of(events: list[tuple[float, int]], first: float, span: float, total: int) -> list[tuple[float, float]]:
@@ -188,7 +204,7 @@ def measure(args: argparse.Namespace) -> list[Verdict]:
         thread.join()
     if failures:
         raise failures[0]
-    return [judge(a) for a in arrivals]
+    return [judge(a, args.rate) for a in arrivals]
 
 
 def table(verdicts: list[Verdict]) -> str:
@@ -213,6 +229,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompt", default=PROMPT, help="what to ask")
     parser.add_argument("--max-tokens", type=int, default=400, help="tokens per stream (default: %(default)s)")
     parser.add_argument("--streams", type=int, default=1, help="streams at the same time (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=0.0, help="tokens/s that the engine makes of each stream")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
     parser.add_argument("--ignore-eos", action="store_true", help="ask for all of --max-tokens")
     parser.add_argument("--api-key", default="", help="sent as a bearer token")
@@ -253,11 +270,6 @@ def server_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def record_of(args: argparse.Namespace, argv: list[str], verdicts: list[Verdict]) -> dict[str, Any]:
     """The figures with their origin."""
-    even, bend, burst = (
-        all(v.even for v in verdicts),
-        max(v.bend for v in verdicts),
-        max(v.last_burst for v in verdicts),
-    )
     return {
         "what": "delivery of streams: does text arrive at the rate it is generated",
         "machine": machine(),
@@ -268,12 +280,26 @@ def record_of(args: argparse.Namespace, argv: list[str], verdicts: list[Verdict]
         },
         "command": shlex.join(["python3", "bench/stream_rate.py", *argv]),
         "settings": {k: v for k, v in vars(args).items() if k not in ("api_key", "json")},
-        "raw": {"url": args.url, "even": even, "streams": [asdict(v) for v in verdicts]},
-        "bars": {
-            "stream.bend": {"value": bend, "want": f"<= {MAX_BEND}", "ok": bend <= MAX_BEND},
-            "stream.last_burst": {"value": burst, "want": f"<= {MAX_LAST_BURST}", "ok": burst <= MAX_LAST_BURST},
-        },
+        "raw": {"url": args.url, "even": all(v.even for v in verdicts), "streams": [asdict(v) for v in verdicts]},
+        "bars": bars_of(args.rate, verdicts),
     }
+
+
+def bars_of(rate: float, verdicts: list[Verdict]) -> dict[str, Any]:
+    """The worst stream against each limit."""
+    bars: dict[str, Any] = {}
+
+    def bar(name: str, value: float, limit: float, **more: str) -> None:
+        bars[f"stream.{name}"] = {"value": value, "want": f"<= {limit:g}", "ok": value <= limit, **more}
+
+    bar("bend", max(v.bend for v in verdicts), MAX_BEND)
+    bar("last_burst", max(v.last_burst for v in verdicts), MAX_LAST_BURST)
+    if rate:
+        off = max(gap_off(v.gap_median_ms, rate) for v in verdicts)
+        says = f"{len(verdicts)} streams of an engine that makes {rate:g} tokens/s of each: "
+        bar("gap_off", round(off, 4), MAX_GAP_OFF, says=says + "median gap, share it is off one token's time")
+        bar("gap_max_ms", max(v.gap_max_ms for v in verdicts), MAX_GAP_MS, says="the same: largest gap", unit="ms")
+    return bars
 
 
 def main(argv: list[str]) -> int:

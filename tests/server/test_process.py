@@ -256,6 +256,22 @@ def test_stream_rate_fails_on_a_server_at_half_speed_that_flushes_at_the_end(ser
     assert figures["bars"]["stream.last_burst"]["ok"] is False
 
 
+def test_stream_rate_compares_with_the_engines_own_rate(serve: Serve) -> None:
+    url = serve(TALK).url
+    code, figures, _ = bench("stream_rate.py", "--url", url, "--rate", "200")  # it makes 100 tokens/s
+    assert code == 1
+    assert figures["raw"]["even"] is False
+    assert figures["bars"]["stream.gap_off"]["value"] > 0.5
+    assert figures["bars"]["stream.gap_off"]["ok"] is False
+    for _ in range(10):  # a busy machine may spoil some
+        code, figures, _ = bench("stream_rate.py", "--url", url, "--rate", "100")
+        if code == 0:
+            break
+    assert code == 0, figures["bars"]
+    assert figures["bars"]["stream.gap_off"]["value"] <= 0.1
+    assert figures["bars"]["stream.gap_max_ms"]["value"] <= 50
+
+
 def test_stream_rate_gives_no_verdict_without_a_server_or_on_a_short_answer(serve: Serve) -> None:
     with dead_port() as port:
         code, _, told = bench("stream_rate.py", "--url", f"http://127.0.0.1:{port}")
