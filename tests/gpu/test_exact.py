@@ -241,6 +241,7 @@ def test_the_engine_streams_and_reports(tmp_path: Path) -> None:
     try:
         asyncio.run(run())
         assert engine.stats()["cancelled"] == 1
+        assert engine.stats()["steps_ahead"] > 15
     finally:
         engine.close()
     assert (tmp_path / "expert-heat.npz").exists()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from exllama_helpers import use_fakes
+from exllama_helpers import make_settings, use_fakes
 from tiny_checkpoint import TINY
 
 from glm53 import hooks
+from glm53.engine.exllama import loader
 from glm53.engine.exllama.token_table import TokenTable, plain_rows
 
 
@@ -118,3 +120,45 @@ def test_ids_on_the_gpu_are_looked_up_there_and_others_as_ever(locked: Any) -> N
     patch.undo()
     assert embedding.prepare_for_device(here, {}) is here
     assert not {"forward", "prepare_for_device"} & set(vars(embedding))
+
+
+class Lookup:
+    """Stands for a table; closed: how often."""
+
+    closed = 0
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("no ids are on a GPU here")
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_load_keeps_a_table_until_it_is_closed_or_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: bool
+) -> None:
+    use_fakes(monkeypatch)
+    opened: list[Lookup] = []
+
+    def open_table(model: Any, gpu: int) -> Lookup:
+        opened.append(Lookup())
+        return opened[-1]
+
+    monkeypatch.setattr(loader.TokenTable, "open", open_table)
+    if fails:
+        monkeypatch.setattr(loader.Patch, "install", lambda self: pytest.fail("no"))
+    settings = make_settings(tmp_path)
+    try:
+        loaded = loader.load(settings, lambda stage, fraction: None, loader.LoadOptions(max_slots=6))
+    except pytest.fail.Exception:
+        assert fails
+    else:
+        assert loaded.tokens is opened[0]
+        assert opened[0].closed == 0
+        loaded.close()
+    assert [table.closed for table in opened] == [1]
+    if not fails:
+        loaded = loader.load(settings, lambda stage, fraction: None, loader.LoadOptions(max_slots=6, run_ahead=False))
+        assert (loaded.tokens, len(opened)) == (None, 1)
+        loaded.close()
