@@ -192,3 +192,21 @@ def test_text_is_free_and_split_for_good() -> None:
     kept, held = corpus.split_articles(False), corpus.split_articles(True)
     assert len(held) > 10
     assert not set(kept) & set(held)
+
+
+def test_held_out_text_has_the_training_rows_proportion(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """As a whole and up to where stock's logits are kept, which is long enough for the bar and short enough to keep."""
+    pytest.importorskip("torch")
+    from tools.nano import run_all, stock
+
+    docs = run_all.held_out_documents(tokenizer, tmp_path / "held-out.npz")
+    saved = np.load(tmp_path / "held-out.npz")
+    running, lengths = saved["text"], saved["lengths"]
+    assert lengths.tolist() == [len(d) for d in docs]
+    assert saved["ids"].tolist() == np.concatenate(docs).tolist()
+    assert lengths[running].sum() / lengths.sum() == pytest.approx(corpus.TEXT_SHARE, rel=0.2)
+    assert all((tokenizer.token_to_id("<|system|>") in d) is not r for d, r in zip(docs, running, strict=True))
+    kept = int(np.searchsorted(np.cumsum(lengths), stock.LOGIT_POSITIONS)) + 1
+    share = lengths[:kept][running[:kept]].sum() / lengths[:kept].sum()
+    assert 0.5 * corpus.TEXT_SHARE < share < 2 * corpus.TEXT_SHARE
+    assert stock.LOGIT_POSITIONS <= lengths[:kept].sum() <= 4000

@@ -54,10 +54,27 @@ def mean_kl(rows: list[dict[str, Any]]) -> float:
     return float(np.average([r["kl"] for r in rows], weights=[r["positions"] for r in rows]))
 
 
+def by_kind(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Dialogues and running text apart, where a run recorded which is which."""
+    found = {}
+    for name, running in (("chat", False), ("text", True)):
+        part = [r for r in rows if "text" in r and r["text"] == running]
+        if part:
+            found[f"nano.kl_{name}"] = mean_kl(part)
+            found[f"nano.top1_{name}"] = sum(r["same"] for r in part) / sum(r["positions"] for r in part)
+    return found
+
+
 def recomputed(raw: dict[str, Any]) -> dict[str, float]:
     positions = sum(r["positions"] for r in raw["stock_vs_cpu"])
     assert positions == raw["stock"]["logit_positions"] >= 2000
+    fixed = "float32_vs_bfloat16_kda_same_picks"
+    drafts = raw["stock"].get("drafts", {})
+    tried = drafts.get("accepted", 0) + drafts.get("refused", 0)
     return {
+        **by_kind(raw["stock_vs_cpu"]),
+        **({"nano.kl_" + fixed: mean_kl(raw[fixed])} if fixed in raw else {}),
+        **({"nano.drafts_accepted": drafts["accepted"] / tried} if tried else {}),
         "nano.questions": sum(right_question(row) for row in raw["cpu_questions"]),
         "nano.tools": right_tools(raw["cpu_tools"]),
         "nano.kl_stock_vs_cpu": mean_kl(raw["stock_vs_cpu"]),
@@ -92,6 +109,28 @@ def test_a_run_without_some_stages_has_the_other_bars() -> None:
     assert record.bars({"stock": {}, "cpu_step_s": [9.0] * 8 + [0.05, 0.02, 0.02]}) == {
         "nano.cpu_tok_s": {"value": 50.0, "want": ">= 40", "ok": True}
     }
+
+
+def test_dialogues_and_running_text_are_told_apart_and_drafts_counted() -> None:
+    rows = [
+        {"text": False, "positions": 300, "kl": 0.001, "same": 300},
+        {"text": True, "positions": 100, "kl": 0.009, "same": 96},
+        {"text": False, "positions": 100, "kl": 0.005, "same": 98},
+    ]
+    raw = {"stock_vs_cpu": rows, "stock": {"drafts": {"accepted": 3, "refused": 1}}}
+    found = {name: bar["value"] for name, bar in record.bars(raw).items()}
+    assert found == pytest.approx(
+        {
+            "nano.kl_stock_vs_cpu": 0.0034,
+            "nano.top1_stock_vs_cpu": 0.988,
+            "nano.kl_chat": 0.002,
+            "nano.top1_chat": 0.995,
+            "nano.kl_text": 0.009,
+            "nano.top1_text": 0.96,
+            "nano.drafts_accepted": 0.75,
+        }
+    )
+    assert record.bars({"stock": {"drafts": {"error": "no"}}}) == {}
 
 
 def test_the_checkpoint_in_the_tree_is_the_measured_one_and_fits_the_wheel(tmp_path: Path) -> None:

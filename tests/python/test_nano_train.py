@@ -11,37 +11,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parent))
 
-from tokenizers import Tokenizer, models  # noqa: E402
+from nano_helpers import TOKENS, small_model, starts  # noqa: E402
 
 from tools.nano import config, corpus, fastnet, kda, train  # noqa: E402
-
-TOKENS = 128
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Four layers of the nano shape with strong decays and uneven stream mixing."""
-    out = tmp_path_factory.mktemp("nano-model")
-    tok = Tokenizer(models.WordLevel({s: i for i, s in enumerate(corpus.SPECIALS)}, unk_token="[MASK]"))
-    patch = pytest.MonkeyPatch()
-    patch.setattr(config, "LAYERS", 4)
-    config.write_side_files(out, tok, "")
-    patch.undo()
-    made = train.build_model(out, 0)
-    for layer in made.model.language_model.layers:
-        for hc in (layer.attn_hc, layer.ffn_hc):
-            torch.nn.init.normal_(hc.base, std=0.7)
-        if layer.block_type == "linear_attention":
-            torch.nn.init.normal_(layer.self_attn.forget_gate.dt_bias, std=4.0)
-    return made
-
-
-def starts(*columns: int) -> Any:
-    fresh = torch.zeros(1, TOKENS, dtype=torch.bool)
-    fresh[:, list(columns)] = True
-    return fresh
+    return small_model(tmp_path_factory.mktemp("nano-model"))
 
 
 def gradients(model: Any, logits: Any, target: Any) -> dict[str, Any]:
@@ -168,3 +147,34 @@ def test_load_is_balanced_by_what_was_picked(model: Any) -> None:
         moved = gate.e_score_correction_bias - old
         assert moved[0] < 0
         assert (moved[1:] > 0).all()
+
+
+def test_edges_are_the_shares_of_the_last_pick_and_the_first_left_out(model: Any) -> None:
+    gate = model.model.language_model.layers[1].mlp.gate
+    torch.manual_seed(4)
+    x = torch.randn(5, config.HIDDEN)
+    step = fastnet.Step(fastnet.Ops(), torch.float32, starts(0))
+    weights = fastnet.route(gate, x, step)
+    scores = (x @ gate.weight.T).sigmoid()
+    for row, (score, weight) in enumerate(zip(scores, weights, strict=True)):
+        order = (score + gate.e_score_correction_bias).argsort(descending=True).tolist()
+        assert set(weight.nonzero().flatten().tolist()) == set(order[:8])
+        share = (score[order[7]] + score[order[8]]) / score[order[:8]].sum()
+        assert step.edges[0][row].item() == pytest.approx(share.item(), rel=1e-5)
+
+
+def test_training_makes_the_edges_small_where_they_cost(tmp_path: Path) -> None:
+    """The same steps without their cost leave them as they were."""
+    shares = []
+    for cost in (0.0, 20.0):
+        model = small_model(tmp_path)
+        plan = train.Plan(seconds=1e9, batch=1, noise_from=2.0, draft_from=2.0, edge=cost)
+        trainer = train.Trainer(model, one_row(), plan, torch.device("cpu"))
+        for _ in range(12):
+            trainer.step(0.3)
+        step = fastnet.Step(fastnet.Ops(), torch.float32, starts(0))
+        with torch.no_grad():
+            fastnet.forward(model, torch.from_numpy(one_row().ids).long(), step)
+        shares.append(float(torch.stack([e.mean() for e in step.edges]).mean()))
+    assert shares[0] > 0.15
+    assert shares[1] < 0.8 * shares[0]

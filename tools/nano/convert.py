@@ -1,9 +1,9 @@
-"""Run exllamav3's own converter on a checkpoint without vision tower and MTP layer.
+"""Run exllamav3's own converter on a checkpoint without vision tower.
 
 usage: python -m tools.nano.convert IN OUT WORK CALIBRATION BITS ROWS COLS
 
-The converter takes every component its model class names; this one has the text model alone, so the other two are
-taken off the list before it starts. Nothing else is changed.
+The converter takes every component its model class names; the one that is not there is taken off the list before it
+starts. Nothing else is changed: the MTP layer gets the converter's own 4 bits.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from typing import Any
 from . import kernels
 
 
-def text_only() -> None:
-    """Make exllamav3's Glm5NextConfig name the text component only."""
+def without_vision() -> None:
+    """Make exllamav3's Glm5NextConfig name no vision component, and the MTP layer only where there is one."""
     from exllamav3.architecture.glm5_next import Glm5NextConfig
 
     original = Glm5NextConfig.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self.model_classes = {"text": self.model_classes["text"]}
+        kept = ("text", "mtp") if self.num_mtp_layers else ("text",)
+        self.model_classes = {name: self.model_classes[name] for name in kept}
 
     Glm5NextConfig.__init__ = init
 
 
 def main() -> int:
     source, out, work, calibration, bits, rows, cols = sys.argv[1:8]
-    text_only()
+    without_vision()
     kernels.prepare()
     from exllamav3.conversion import convert_model as converter
 

@@ -74,13 +74,45 @@ def kda_in_bfloat16(model: Any) -> Iterator[None]:
         hook.remove()
 
 
-def compare(reference: list[torch.Tensor], other: list[torch.Tensor]) -> list[dict[str, Any]]:
-    """For each document: positions, mean KL(reference || other) and how many have the same likeliest token."""
+def routers(model: Any) -> list[Any]:
+    return [m for n, m in model.named_modules() if n.endswith("mlp.gate")]
+
+
+@contextlib.contextmanager
+def picks_recorded(model: Any, into: list[torch.Tensor]) -> Iterator[None]:
+    """Append what each router of transformers' `model` picks, call by call."""
+    hooks = [m.register_forward_hook(lambda _module, _given, out: into.append(out[2])) for m in routers(model)]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def picks_replayed(model: Any, picks: list[torch.Tensor]) -> Iterator[None]:
+    """Give each router the recorded picks instead of its own, weighted by its own scores."""
+    left = iter(picks)
+
+    def replay(module: Any, _given: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        picked = next(left)
+        scores = out[0].sigmoid().gather(1, picked)
+        return out[0], scores / scores.sum(-1, keepdim=True) * module.routed_scaling_factor, picked
+
+    hooks = [m.register_forward_hook(replay) for m in routers(model)]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def compare(reference: list[torch.Tensor], other: list[torch.Tensor], text: list[bool]) -> list[dict[str, Any]]:
+    """For each document: whether it is running text, positions, mean and largest KL(reference || other), and how many
+    positions have the same likeliest token.
+    """
     rows = []
-    for a, b in zip(reference, other, strict=True):
+    for a, b, running in zip(reference, other, text, strict=True):
         p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
         kl, same = (p.exp() * (p - q)).sum(-1), p.argmax(-1) == q.argmax(-1)
-        rows.append({"positions": len(kl), "kl": float(kl.mean()), "kl_max": float(kl.max()), "same": int(same.sum())})
+        mean, largest = float(kl.mean()), float(kl.max())
+        rows.append({"text": running, "positions": len(kl), "kl": mean, "kl_max": largest, "same": int(same.sum())})
     return rows
 
 
@@ -90,18 +122,25 @@ def distances(model: Any, model_dir: Path, run: Path) -> dict[str, Any]:
     import hf_oracle
 
     saved = np.load(run / "stock-logits.npz")
-    documents = stock.documents(run / "held-out.npz")[: int(saved["documents"])]
+    count = int(saved["documents"])
+    documents = stock.documents(run / "held-out.npz")[:count]
+    text = np.load(run / "held-out.npz")["text"][:count].tolist()
     theirs = list(torch.from_numpy(saved["logits"]).float().split([len(d) for d in documents]))
     width, exact = theirs[0].shape[1], hf_oracle.load(str(model_dir))[0]
     ours = [document_logits(model, d)[:, :width] for d in documents]
-    float32 = [float32_logits(exact, d)[:, :width] for d in documents]
+    picks: list[torch.Tensor] = []
+    with picks_recorded(exact, picks):
+        float32 = [float32_logits(exact, d)[:, :width] for d in documents]
     with kda_in_bfloat16(exact):
         rounded = [float32_logits(exact, d)[:, :width] for d in documents]
+        with picks_replayed(exact, picks):
+            unmoved = [float32_logits(exact, d)[:, :width] for d in documents]
     return {
-        "stock_vs_cpu": compare(theirs, ours),
-        "stock_vs_float32": compare(theirs, float32),
-        "float32_vs_cpu": compare(float32, ours),
-        "float32_vs_bfloat16_kda": compare(float32, rounded),
+        "stock_vs_cpu": compare(theirs, ours, text),
+        "stock_vs_float32": compare(theirs, float32, text),
+        "float32_vs_cpu": compare(float32, ours, text),
+        "float32_vs_bfloat16_kda": compare(float32, rounded, text),
+        "float32_vs_bfloat16_kda_same_picks": compare(float32, unmoved, text),
     }
 
 

@@ -120,21 +120,27 @@ class Ops:
 
 @dataclass
 class Step:
-    """One forward's settings and what it leaves behind: routing picks per MoE layer, and units over the clamp."""
+    """One forward's settings and what it leaves behind.
+
+    Per MoE layer, the routing picks [N, k], by score; the edges [N]: the weights of the last expert picked and of the
+    first left out, as a share of all picked; and units over the clamp. The final hidden state [B, T, H].
+    """
 
     ops: Ops
     dtype: torch.dtype
     fresh: Tensor
     noise: Noise = field(default_factory=Noise)
     picks: list[Tensor] = field(default_factory=list)
+    edges: list[Tensor] = field(default_factory=list)
     clamped: list[Tensor] | None = None
+    hidden: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.documents = self.fresh.long().cumsum(1)
         self.same = same_document(self.documents, CONV_TAPS)
 
 
-def _linear(x: Tensor, weight: Tensor, step: Step) -> Tensor:
+def linear(x: Tensor, weight: Tensor, step: Step) -> Tensor:
     return F.linear(x.to(step.dtype), weight.to(step.dtype))
 
 
@@ -146,35 +152,40 @@ def _noisy(weight: Tensor, std: float) -> Tensor:
 
 
 def linear_attention(m: Any, x: Tensor, step: Step) -> Tensor:
-    qkv = torch.cat([_linear(x, p.weight, step) for p in (m.q_proj, m.k_proj, m.v_proj)], -1)
+    qkv = torch.cat([linear(x, p.weight, step) for p in (m.q_proj, m.k_proj, m.v_proj)], -1)
     q, k, v = step.ops.conv_silu(qkv, m.conv1d.weight.squeeze(1), step.same).chunk(3, -1)
     heads = (m.num_heads, m.head_dim)
     gate = m.forget_gate
     g = step.ops.forget(
-        _linear(_linear(x, gate.f_a_proj.weight, step), gate.f_b_proj.weight, step),
+        linear(linear(x, gate.f_a_proj.weight, step), gate.f_b_proj.weight, step),
         gate.dt_bias,
         gate.A_log,
         gate.safe_gate_lower_bound,
         step.fresh,
     )
-    beta = torch.sigmoid(_linear(x, m.b_proj.weight, step).float())
+    beta = torch.sigmoid(linear(x, m.b_proj.weight, step).float())
     out = kda(q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, heads), g, beta, step.ops.intra)
-    z = _linear(_linear(x, m.g_a_proj.weight, step), m.g_b_proj.weight, step).unflatten(-1, heads)
-    return _linear(
+    z = linear(linear(x, m.g_a_proj.weight, step), m.g_b_proj.weight, step).unflatten(-1, heads)
+    return linear(
         step.ops.gated_norm(out, z, m.o_norm.weight, m.o_norm.variance_epsilon).flatten(2), m.o_proj.weight, step
     )
+
+
+def visible(step: Step) -> Tensor:
+    """[B, 1, T, T]: the tokens of its own document that a token sees."""
+    return (step.documents.unsqueeze(2) == step.documents.unsqueeze(1)).tril().unsqueeze(1)
 
 
 def full_attention(m: Any, x: Tensor, step: Step, mask: Tensor) -> Tensor:
     b, t, _ = x.shape
     eps = m.q_a_layernorm.variance_epsilon
-    q = _linear(rms(_linear(x, m.q_a_proj.weight, step), m.q_a_layernorm.weight, eps), m.q_b_proj.weight, step)
-    latent = rms(_linear(x, m.kv_a_proj_with_mqa.weight, step), m.kv_a_layernorm.weight, eps)
-    kv = _linear(latent, m.kv_b_proj.weight, step).view(b, t, m.num_heads, -1).transpose(1, 2)
+    q = linear(rms(linear(x, m.q_a_proj.weight, step), m.q_a_layernorm.weight, eps), m.q_b_proj.weight, step)
+    latent = rms(linear(x, m.kv_a_proj_with_mqa.weight, step), m.kv_a_layernorm.weight, eps)
+    kv = linear(latent, m.kv_b_proj.weight, step).view(b, t, m.num_heads, -1).transpose(1, 2)
     k, v = kv.split([m.qk_nope_head_dim, m.v_head_dim], -1)
     q = q.view(b, t, m.num_heads, -1).transpose(1, 2)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=m.scaling)
-    return _linear(out.transpose(1, 2).reshape(b, t, -1), m.o_proj.weight, step)
+    return linear(out.transpose(1, 2).reshape(b, t, -1), m.o_proj.weight, step)
 
 
 def route(gate: Any, x: Tensor, step: Step) -> Tensor:
@@ -183,17 +194,20 @@ def route(gate: Any, x: Tensor, step: Step) -> Tensor:
     choice = scores.detach() + gate.e_score_correction_bias
     if step.noise.routing:
         choice = choice + step.noise.routing * torch.randn_like(choice)
-    picks = choice.topk(gate.top_k, dim=-1, sorted=False).indices
+    order = choice.topk(gate.top_k + 1, dim=-1).indices
+    picks = order[:, : gate.top_k]
     step.picks.append(picks)
     kept = scores.gather(1, picks)
-    kept = kept / (kept.sum(-1, keepdim=True) + 1e-20) * gate.routed_scaling_factor
+    total = kept.sum(-1, keepdim=True) + 1e-20
+    step.edges.append(scores.gather(1, order[:, -2:]).sum(-1) / total.squeeze(-1))
+    kept = kept / total * gate.routed_scaling_factor
     return torch.zeros_like(scores).scatter(1, picks, kept)
 
 
 def dense_mlp(m: Any, x: Tensor, step: Step) -> Tensor:
-    gate_up = torch.stack([_linear(x, m.gate_proj.weight, step), _linear(x, m.up_proj.weight, step)], 1).unsqueeze(1)
+    gate_up = torch.stack([linear(x, m.gate_proj.weight, step), linear(x, m.up_proj.weight, step)], 1).unsqueeze(1)
     hidden = step.ops.swiglu(gate_up, x.new_ones(x.shape[0], 1), m.swiglu_limit)
-    return _linear(hidden.squeeze(1), m.down_proj.weight, step)
+    return linear(hidden.squeeze(1), m.down_proj.weight, step)
 
 
 def moe(m: Any, x: Tensor, step: Step) -> Tensor:
@@ -202,13 +216,13 @@ def moe(m: Any, x: Tensor, step: Step) -> Tensor:
     e = m.experts
     gate_up_w, down_w = _noisy(e.gate_up_proj, step.noise.experts), _noisy(e.down_proj, step.noise.experts)
     count, twice, h = gate_up_w.shape
-    gate_up = _linear(x, gate_up_w.reshape(count * twice, h), step).view(-1, count, 2, twice // 2)
+    gate_up = linear(x, gate_up_w.reshape(count * twice, h), step).view(-1, count, 2, twice // 2)
     if step.clamped is not None:
         picked = weights > 0
         over = (gate_up[:, :, 0] > e.swiglu_limit) | (gate_up[:, :, 1].abs() > e.swiglu_limit)
         step.clamped.append(over[picked].float().mean())
     hidden = step.ops.swiglu(gate_up, weights, e.swiglu_limit).flatten(1)
-    out = _linear(hidden, down_w.permute(1, 0, 2).reshape(h, -1), step)
+    out = linear(hidden, down_w.permute(1, 0, 2).reshape(h, -1), step)
     return out.float() + dense_mlp(m.shared_experts, x, step).float()
 
 
@@ -222,8 +236,7 @@ def forward(model: Any, ids: Tensor, step: Step) -> Tensor:
     """Logits [B, T, V] in step.dtype; ids [B, T] int64, T % 64 == 0, step.fresh [B, T] bool."""
     text = model.model.language_model
     b, t = ids.shape
-    documents = step.documents
-    mask = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril().unsqueeze(1)
+    mask = visible(step)
     streams = F.embedding(ids, text.embed_tokens.weight).float().unsqueeze(2).expand(-1, -1, 4, -1).contiguous()
     for layer in text.layers:
         x, post, comb = hyper(layer.attn_hc, streams, layer.input_layernorm, step)
@@ -237,5 +250,5 @@ def forward(model: Any, ids: Tensor, step: Step) -> Tensor:
         flat = x.reshape(b * t, -1)
         y = moe(layer.mlp, flat, step) if hasattr(layer.mlp, "experts") else dense_mlp(layer.mlp, flat, step)
         streams = step.ops.expand(streams, y.view(b, t, -1), post, comb)
-    hidden = rms(streams.mean(2), text.norm.weight, text.norm.variance_epsilon)
-    return _linear(hidden, model.lm_head.weight, step)
+    step.hidden = rms(streams.mean(2), text.norm.weight, text.norm.variance_epsilon)
+    return linear(step.hidden, model.lm_head.weight, step)

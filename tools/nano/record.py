@@ -21,9 +21,10 @@ LIMITS = {
 }
 LIMITED = (
     "stock rounds KDA and its matrix products to bfloat16 and float16, the CPU engine keeps float32: "
-    "nano.kl_float32_vs_bfloat16_kda is how far rounding like KDA's moves transformers' own model on this text. It is "
-    "noise of the reference, largest where the text is uncertain, not an offset that the same rounding here would "
-    "remove. Stock's logits were kept in float16."
+    "nano.kl_float32_vs_bfloat16_kda is how far rounding like KDA's moves transformers' own model on this text, "
+    "..._same_picks how far where the routers' picks are held fixed. It is noise of the reference, which counts where "
+    "it exchanges a router's last pick for the next, not an offset that the same rounding here would remove. Stock's "
+    "logits were kept in float16."
 )
 WARM_UP = 8
 """Decode steps whose times are not counted."""
@@ -75,7 +76,11 @@ def figures(raw: dict[str, Any]) -> dict[str, float]:
     for key in ("stock_vs_cpu", "float32_vs_cpu"):
         if key in raw:
             found[f"nano.kl_{key}"], found[f"nano.top1_{key}"] = distance(raw[key])
-    for key in ("stock_vs_float32", "float32_vs_bfloat16_kda"):
+    for name, running in (("chat", False), ("text", True)):
+        rows = [r for r in raw.get("stock_vs_cpu", []) if r.get("text") is running]
+        if rows:
+            found[f"nano.kl_{name}"], found[f"nano.top1_{name}"] = distance(rows)
+    for key in ("stock_vs_float32", "float32_vs_bfloat16_kda", "float32_vs_bfloat16_kda_same_picks"):
         if key in raw:
             found[f"nano.kl_{key}"] = distance(raw[key])[0]
     if "cpu_step_s" in raw:
@@ -85,6 +90,9 @@ def figures(raw: dict[str, Any]) -> dict[str, float]:
     for key in ("questions", "tools"):
         if f"cpu_{key}" in raw:
             found[f"nano.{key}"] = sum(row["right"] for row in raw[f"cpu_{key}"])
+    drafts = raw.get("stock", {}).get("drafts", {})
+    if drafts.get("accepted") or drafts.get("refused"):
+        found["nano.drafts_accepted"] = drafts["accepted"] / (drafts["accepted"] + drafts["refused"])
     if "clamp_share_of_active_units" in raw:
         found["nano.clamp_share"] = raw["clamp_share_of_active_units"]
     if "picks_kept" in raw:

@@ -31,10 +31,10 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from . import config, corpus, fastnet, stock, train
+from . import config, corpus, fastnet, mtp, stock, train
 
 BITS, CALIBRATION_ROWS = 3.05, 128
-TEXT_DOCUMENTS, CHAT_DOCUMENTS, TRACE_TOKENS = 8, 40, 2000
+CHAT_DOCUMENTS, TEXT_TOKENS, TRACE_TOKENS = 60, 512, 2000
 
 
 class Run:
@@ -109,18 +109,28 @@ def versions() -> dict[str, str]:
 
 
 def held_out_documents(tok: Tokenizer, path: Path) -> list[np.ndarray]:
-    """Whole documents from held-out seeds and held-out articles, saved one after another with their lengths."""
+    """Whole dialogues from held-out seeds and windows of held-out articles, in the training rows' proportion.
+
+    Articles stand evenly among the dialogues: what is cut off somewhere has about the same proportion. Saved one after
+    another: ids, lengths, and which documents are running text.
+    """
     import random
 
     rng = random.Random("nano-held-out")
     chats, _ = corpus.clean_documents(rng, CHAT_DOCUMENTS)
     docs = [np.array(corpus.encode(tok, d.parts)[0], np.int16) for d in chats]
-    texts = corpus.text_documents(tok, corpus.split_articles(True), rng, TEXT_DOCUMENTS)
-    docs += [np.array(ids[:512], np.int16) for ids, _ in texts]
-    order = list(range(len(docs)))
-    rng.shuffle(order)
-    docs = [docs[i] for i in order]
-    np.savez_compressed(path, ids=np.concatenate(docs), lengths=np.array([len(d) for d in docs], np.int32))
+    wanted = round(sum(len(d) for d in docs) * corpus.TEXT_SHARE / (1 - corpus.TEXT_SHARE))
+    texts: list[np.ndarray] = []
+    while (missing := wanted - sum(len(t) for t in texts)) > 0:
+        ids, _ = corpus.text_documents(tok, corpus.split_articles(True), rng, 1)[0]
+        texts.append(np.array(ids[: min(TEXT_TOKENS, missing)], np.int16))
+    running = [False] * len(docs)
+    for i in reversed(range(len(texts))):
+        at = int((i + 0.5) * CHAT_DOCUMENTS / len(texts))
+        docs.insert(at, texts[i])
+        running.insert(at, True)
+    lengths = np.array([len(d) for d in docs], np.int32)
+    np.savez_compressed(path, ids=np.concatenate(docs), lengths=lengths, text=np.array(running))
     return docs
 
 
@@ -185,11 +195,12 @@ def save_model(run: Run, model: Any) -> None:
     train.save(model, run.model_dir)
     for name, text in ours.items():  # transformers writes its own over them, without the sampling
         (run.model_dir / name).write_text(text)
-    with tarfile.open(run.out / "bf16-files.tar", "w") as tar:
+    shards = sorted(run.model_dir.glob("model*.safetensors"))
+    with tarfile.open(run.out / "bf16-files.tar", "w") as tar:  # the MTP layer too: few files come back
         for path in sorted(run.model_dir.iterdir()):
-            if path.suffix != ".safetensors":
+            if path not in shards:
                 tar.add(path, path.name)
-    for i, path in enumerate(sorted(run.model_dir.glob("*.safetensors"))):
+    for i, path in enumerate(shards):
         shutil.copy(path, run.out / f"bf16-{i}.safetensors")
     run.done("saving")
 
@@ -201,7 +212,7 @@ def reference(run: Run, model: Any) -> float:
     The training forward is the same function as transformers' own; the difference on two documents is recorded.
     """
     torch.set_float32_matmul_precision("highest")
-    total, count, picks, clamped = 0.0, 0, [], []
+    total, count, picks, clamped, edges, drafts = 0.0, 0, [], [], [], []
     differences: list[Any] = []
     for ids in stock.documents(run.out / "held-out.npz")[: 2 if run.args.smoke else None]:
         tokens = torch.from_numpy(ids.astype(np.int64))[None].to(run.device)
@@ -210,10 +221,14 @@ def reference(run: Run, model: Any) -> float:
         fresh[:, 0] = True
         step = fastnet.Step(fastnet.Ops(), torch.float32, fresh, clamped=[])
         logits = fastnet.forward(model, padded, step)[0, : len(ids)].float()
+        edges.append([float(e[: len(ids)].mean()) for e in step.edges])
+        picked = list(step.picks)
+        drafted = mtp.forward(model, padded, step)[0, : len(ids)]
+        drafts.append((drafted.argmax(-1) == logits.argmax(-1)).float().mean().item() * len(ids))
         loss, n = stock.nll(logits.cpu(), ids)
         total, count = total + loss, count + n
-        picks.append(torch.stack([p[: len(ids)] for p in step.picks], 1).to(torch.int16).cpu())
-        clamped.append([float(c) for c in step.clamped or []])
+        picks.append(torch.stack([p[: len(ids)] for p in picked], 1).to(torch.int16).cpu())
+        clamped.append([float(c) for c in (step.clamped or [])[: len(picked)]])
         if len(differences) < 2:
             differences.append(against_transformers(model, tokens, logits))
     traces = torch.cat(picks)[:TRACE_TOKENS].numpy()
@@ -224,6 +239,8 @@ def reference(run: Run, model: Any) -> float:
         fp32_ppl=float(np.exp(total / count)),
         clamp_share_of_active_units=float(np.mean(clamped)),
         clamp_share_by_layer=np.mean(clamped, axis=0).tolist(),
+        edge_share_by_layer=np.mean(edges, axis=0).tolist(),
+        drafts_as_model=sum(drafts) / (count + len(drafts)),
         trace_shape=list(traces.shape),
         logits_difference_to_transformers=differences,
     )

@@ -1,4 +1,4 @@
-"""What stock exllamav3 makes of the quantised checkpoint: answers, perplexity, logits. Runs in its own process.
+"""What stock exllamav3 makes of the quantised checkpoint: answers, perplexity, logits, drafts. Runs in its own process.
 
 usage: python -m tools.nano.stock CHECKPOINT HELD_OUT.npz OUT     (OUT.json, OUT-logits.npz)
 """
@@ -17,21 +17,31 @@ import torch
 from . import answers, kernels
 
 MAX_NEW = 160
-LOGIT_POSITIONS = 2304
+LOGIT_POSITIONS = 3200
 
 
 class Stock:
-    """exllamav3 with the whole checkpoint on the GPU."""
+    """exllamav3 with the whole checkpoint on the GPU; `drafts`: tokens that its MTP layer drafts a step."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, drafts: int = 0) -> None:
         from exllamav3 import Cache, Config, Model
         from tokenizers import Tokenizer as Encoder
 
         kernels.prepare()
         self.config = Config.from_directory(str(path))
         self.model = Model.from_config(self.config)
-        self.cache = Cache(self.model, max_num_tokens=16384, max_batch_size=4)
+        self.cache = Cache(
+            self.model, max_num_tokens=16384, max_batch_size=4, **({"max_history": drafts} if drafts else {})
+        )
+        self.drafting: dict[str, Any] = {}
+        if drafts:
+            draft = Model.from_config(self.config, component="mtp")
+            draft_cache = Cache(draft, max_num_tokens=16384)
+            self.drafting = {"draft_model": draft, "draft_cache": draft_cache, "num_draft_tokens": drafts}
         self.model.load(device="cuda:0", progressbar=False)
+        if drafts:
+            draft.load(device="cuda:0", progressbar=False)
+        self.drafts = {"accepted": 0, "refused": 0}
         self.encoder = Encoder.from_file(str(path / "tokenizer.json"))
         self._generator: Any = None
         self.stops = [self.encoder.token_to_id(s) for s in ("<|endoftext|>", "<|user|>", "<|observation|>")]
@@ -48,6 +58,7 @@ class Stock:
                 Tokenizer.from_config(self.config),
                 max_batch_size=4,
                 recurrent_cache_size=1 << 28,
+                **self.drafting,
             )
         return self._generator
 
@@ -60,16 +71,18 @@ class Stock:
         from exllamav3.generator.sampler import ArgmaxSampler
 
         tokens: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
-        for i, text in enumerate(prompts):
-            self.generator.enqueue(
-                Job(
-                    input_ids=self.ids(text),
-                    max_new_tokens=MAX_NEW,
-                    sampler=ArgmaxSampler(),
-                    stop_conditions=self.stops,
-                    identifier=i,
-                )
+        jobs = [
+            Job(
+                input_ids=self.ids(text),
+                max_new_tokens=MAX_NEW,
+                sampler=ArgmaxSampler(),
+                stop_conditions=self.stops,
+                identifier=i,
             )
+            for i, text in enumerate(prompts)
+        ]
+        for job in jobs:
+            self.generator.enqueue(job)
         while self.generator.num_remaining_jobs():
             for result in self.generator.iterate():
                 if result["stage"] == "error":
@@ -77,6 +90,8 @@ class Stock:
                 for part in (result, result.get("held") or {}):  # tokens held back come with the last result
                     if part.get("token_ids") is not None:
                         tokens[result["identifier"]] += part["token_ids"].flatten().tolist()
+        self.drafts["accepted"] += sum(job.accepted_draft_tokens for job in jobs)
+        self.drafts["refused"] += sum(job.rejected_draft_tokens for job in jobs)
         return [self.spell(t) for t in tokens.values()]
 
     def ask_slowly(self, prompts: list[str]) -> list[str]:
@@ -113,6 +128,16 @@ def nll(logits: torch.Tensor, ids: np.ndarray) -> tuple[float, int]:
     return float(torch.nn.functional.cross_entropy(logits[:-1], target, reduction="sum")), len(target)
 
 
+def drafts(path: Path) -> dict[str, Any]:
+    """Of the fixed questions' answers: tokens the MTP layer drafted, one a step, that the model itself would take."""
+    try:
+        stock = Stock(path, drafts=1)
+        found = answers.judge_questions(stock.ask, False)
+    except Exception as error:  # everything else is recorded by now and must not be lost to this
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+    return {**stock.drafts, "right": sum(q["right"] for q in found), "questions": len(found)}
+
+
 def main() -> None:
     path, held, out = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     start, report = time.time(), {}
@@ -145,6 +170,9 @@ def main() -> None:
     note("questions", found)
     note("questions", found + answers.judge_questions(ask, True))
     note("tools", answers.judge_tools(ask))
+    if stock.config.num_mtp_layers:
+        stock.model.unload()
+        note("drafts", drafts(path))
 
 
 if __name__ == "__main__":

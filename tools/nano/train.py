@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import fastnet
+from . import fastnet, mtp
 from .corpus import WEIGHT_STEPS, Rows
 
 CLAMP_UNITS, CLAMP_GAIN = 8, 5.0  # one unit in 8 starts with a gain that takes it past the SwiGLU clamp now and then
 KEPT_FLOAT = ("A_log", "e_score_correction_bias")
+NOT_DECAYED = ("_hc.", "conv1d", "embed", "mlp.gate.")  # routers: steep ones leave fewer picks to rounding
 MOST_RETURNS = 4
 
 
@@ -41,6 +42,10 @@ class Plan:
     expert_noise: float = 0.1
     routing_noise: float = 0.01
     balance: float = 2e-3
+    edge: float = 3.0  # loss weight of the squared share that the last pick and the first left out have
+    edge_full: float = 0.3  # share of the time over which that weight grows from nothing
+    draft: float = 0.3  # loss weight of the MTP layer
+    draft_from: float = 0.3  # share of the time: before, the hidden states it reads mean nothing yet
     max_steps: int = 10**9
 
 
@@ -56,6 +61,9 @@ def build_model(directory: Path, seed: int) -> Any:
     torch.manual_seed(seed)
     model = Glm5NextForConditionalGeneration(config)
     model.model.visual = None
+    model.mtp = mtp.Mtp(config.text_config)
+    for module in model.mtp.modules():
+        model.model.language_model._init_weights(module)
     model.float()
     initialise(model)
     return model
@@ -92,11 +100,7 @@ def optimiser(model: Any, plan: Plan, device: torch.device) -> torch.optim.Optim
         if "indexer" in name:  # rows are shorter than index_topk: nothing to learn from, kept at its start
             p.requires_grad_(False)
         else:
-            (
-                decayed
-                if p.dim() >= 2 and "_hc." not in name and "conv1d" not in name and "embed" not in name
-                else plain
-            ).append(p)
+            (decayed if p.dim() >= 2 and not any(part in name for part in NOT_DECAYED) else plain).append(p)
     groups = [{"params": decayed, "weight_decay": plan.decay}, {"params": plain, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=plan.lr, betas=(0.9, 0.95), eps=1e-9, fused=device.type == "cuda")
 
@@ -133,7 +137,7 @@ def rate(plan: Plan, progress: float) -> float:
 def balance(model: Any, picks: list[Tensor], step_size: float) -> None:
     """Move each router's selection bias towards equal load (the auxiliary-loss-free rule of DeepSeek-V3)."""
     gates = [layer.mlp.gate for layer in model.model.language_model.layers if hasattr(layer.mlp, "gate")]
-    for gate, picked in zip(gates, picks, strict=True):
+    for gate, picked in zip([*gates, model.mtp.mlp.gate], picks, strict=False):  # the MTP layer's, if it took part
         flat = picked.flatten()
         load = torch.zeros(gate.num_experts, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat).float())
         gate.e_score_correction_bias += step_size * torch.sign(load.mean() - load)
@@ -166,6 +170,15 @@ CANDIDATES: dict[str, Callable[[], fastnet.Ops]] = {
 """What `Trainer.warm_up` tries, best first."""
 
 
+@dataclass
+class Losses:
+    """Of one batch: the text's mean cross-entropy, the sum that is minimised, and the picks of each router [N, k]."""
+
+    text: Tensor
+    total: Tensor
+    picks: list[Tensor]
+
+
 class Trainer:
     """Owns model, optimiser and data order of one run."""
 
@@ -173,6 +186,9 @@ class Trainer:
         self.model, self.plan, self.device = model.to(device), plan, device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.optim = optimiser(model, plan, device)
+        self.drafter = list(model.mtp.parameters())
+        drafting = {id(p) for p in self.drafter}
+        self.trunk = [p for p in model.parameters() if id(p) not in drafting]
         self.data = batches(rows, plan.batch, device, 0)
         self.ops = fastnet.Ops()
         self.tokens_a_step = plan.batch * rows.ids.shape[1]
@@ -198,35 +214,46 @@ class Trainer:
         self.scale /= 2
         self.optim = optimiser(self.model, self.plan, self.device)
 
+    def losses(self, batch: tuple[Tensor, Tensor, Tensor], noise: fastnet.Noise, progress: float) -> Losses:
+        """One forward pass, with the MTP layer once it takes part.
+
+        Rounding makes a router exchange its last pick for the first it left out in one of twenty cases. That is nearly
+        all of what rounding does to the logits, and it goes with the square of these two's weights: hence their cost.
+        """
+        ids, weight, fresh = batch
+        step = fastnet.Step(self.ops, self.dtype, fresh, noise)
+        text = weighted_loss(fastnet.forward(self.model, ids, step), ids, weight)
+        edges = torch.stack([e.square().mean() for e in step.edges]).mean()
+        total = text + self.plan.edge * min(1.0, progress / self.plan.edge_full) * edges
+        if progress >= self.plan.draft_from:
+            total = total + self.plan.draft * weighted_loss(mtp.forward(self.model, ids, step), ids, weight)
+        return Losses(text, total, step.picks)
+
     def step(self, progress: float) -> Tensor:
-        """One optimiser step; returns the loss, still on the device."""
+        """One optimiser step; returns the text's loss, still on the device."""
         plan = self.plan
         noisy = progress >= plan.noise_from
         noise = fastnet.Noise(plan.expert_noise, plan.routing_noise) if noisy else fastnet.Noise()
-        ids, weight, fresh = next(self.data)
-        step = fastnet.Step(self.ops, self.dtype, fresh, noise)
-        loss = weighted_loss(fastnet.forward(self.model, ids, step), ids, weight)
+        losses = self.losses(next(self.data), noise, progress)
         self.optim.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.grad is not None], 1.0)
+        losses.total.backward()
+        for part in (self.trunk, self.drafter):  # drafts must not shorten the trunk's steps
+            nn.utils.clip_grad_norm_([p for p in part if p.grad is not None], 1.0)
         for group in self.optim.param_groups:
             group["lr"] = self.scale * plan.lr * rate(plan, progress)
         self.optim.step()
-        balance(self.model, step.picks, plan.balance * rate(plan, progress))
-        return loss.detach()
+        balance(self.model, losses.picks, plan.balance * rate(plan, progress))
+        return losses.text.detach()
 
     def probe(self, batch: tuple[Tensor, Tensor, Tensor], noise: fastnet.Noise) -> float:
         """Loss of one forward and backward without an update; raises unless loss and gradients are finite."""
-        ids, weight, fresh = batch
-        loss = weighted_loss(
-            fastnet.forward(self.model, ids, fastnet.Step(self.ops, self.dtype, fresh, noise)), ids, weight
-        )
-        loss.backward()
+        losses = self.losses(batch, noise, 1.0)
+        losses.total.backward()
         finite = [torch.isfinite(p.grad).all() for p in self.model.parameters() if p.grad is not None]
         self.optim.zero_grad(set_to_none=True)
-        if not (torch.isfinite(loss) and torch.stack(finite).all()):
-            raise FloatingPointError(f"loss {loss.item()} or its gradients are not finite")
-        return float(loss.item())
+        if not (torch.isfinite(losses.total) and torch.stack(finite).all()):
+            raise FloatingPointError(f"loss {losses.total.item()} or its gradients are not finite")
+        return float(losses.text.item())
 
     def warm_up(self) -> str:
         """Choose the fastest parts that compile here and agree with the plain ones on one batch."""
@@ -294,10 +321,12 @@ def round_weights(model: Any) -> None:
 
 
 def save(model: Any, out: Path, shard: str = "15MB") -> None:
-    """Write the checkpoint with transformers' own names, bfloat16, in shards of at most `shard`."""
+    """Write the checkpoint with transformers' own names, bfloat16, shards of at most `shard`; the MTP layer apart."""
     import copy
 
     half = copy.deepcopy(model).cpu()
+    mtp.save(half.mtp, len(half.model.language_model.layers), out)
+    del half.mtp
     kept = {n: b.clone() for n, b in [*half.named_parameters(), *half.named_buffers()] if n.endswith(KEPT_FLOAT)}
     half.to(torch.bfloat16)
     for name, tensor in kept.items():
