@@ -74,6 +74,22 @@ void relax() {
 
 }  // namespace
 
+// The watchdog names the first worker that does not wait; who waits finds out here that the lane is over.
+class CpuLane::Waiter final : public MoeWaiter {
+  public:
+    Waiter(const CpuLane& lane, Worker& mine, std::uint64_t job) : lane_(lane), mine_(mine), job_(job) {}
+    void waits(bool now) override { mine_.arrived.store(now ? job_ : job_ - 1, std::memory_order_relaxed); }
+    bool goes_on() override {
+        if (lane_.options_.cpus.empty()) std::this_thread::yield();
+        return !lane_.over();
+    }
+
+  private:
+    const CpuLane& lane_;
+    Worker& mine_;
+    const std::uint64_t job_;
+};
+
 CpuLane::CpuLane(std::vector<const ExpertTable*> tables, std::span<std::byte> block, LaneOptions options)
     : kernels_(select_kernels(options.isa)),
       tables_(std::move(tables)),
@@ -84,6 +100,9 @@ CpuLane::CpuLane(std::vector<const ExpertTable*> tables, std::span<std::byte> bl
       decided_(lane_done_word(LaneVerdict::kOk, 0)) {
     std::memset(block_, 0, lane_block_bytes(hidden_));
     for (auto& worker : workers_) worker = std::make_unique<Worker>();
+    for (MoeTeam& team : teams_) {
+        for (const ExpertTable* table : tables_) team.reserve(kernels_, *table, kLanePicks);
+    }
     try {
         for (int w = 0; w < threads(); ++w)
             workers_[static_cast<size_t>(w)]->thread = std::thread([=, this] { work(w); });
@@ -164,10 +183,6 @@ void CpuLane::work(int worker) {
     std::uint64_t job = 1;
     try {
         if (!options_.cpus.empty()) pin_current_thread(options_.cpus[static_cast<size_t>(worker)]);
-        Worker& mine = *workers_[static_cast<size_t>(worker)];
-        for (AlignedBuffer<float>& sum : mine.sum) sum.reserve(static_cast<size_t>(kLaneRows) * hidden_);
-        mine.input.reserve(kernels_, kMaxRows, hidden_);
-        for (const ExpertTable* table : tables_) mine.moe.reserve(kernels_, *table);
         while (await_job(job) && serve(worker, job)) ++job;
     } catch (const std::exception& error) {
         fail(LaneVerdict::kDied, decided_.load(std::memory_order_acquire), worker,
@@ -192,29 +207,32 @@ bool CpuLane::await_job(std::uint64_t job) {
 bool CpuLane::serve(int worker, std::uint64_t job) {
     const auto begin = Clock::now();
     const LaneSlot slot = lane_slot(block_, hidden_, number(job));
-    Worker& mine = *workers_[static_cast<size_t>(worker)];
     if (options_.on_job) options_.on_job(worker, number(job));
     const LaneVerdict verdict = check(*slot.job);
-    if (verdict == LaneVerdict::kOk) compute(worker, slot, job);
-    const std::uint64_t all = workers_.size() * job;
-    mine.arrived.store(job, std::memory_order_relaxed);
-    arrived_.fetch_add(1, std::memory_order_acq_rel);
-    const auto met = [&] { return arrived_.load(std::memory_order_acquire) >= all; };
-    while (!spin(met, 100us)) {
-        if (over()) return false;
-    }
-    if (verdict == LaneVerdict::kOk) reduce(worker, slot, job);
-    if (worker == 0) {  // before it finishes: who reads `done` then finds the job counted
-        (verdict == LaneVerdict::kOk ? jobs_ : bad_jobs_).fetch_add(1, std::memory_order_relaxed);
-        const auto spent = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count();
-        nanoseconds_.fetch_add(static_cast<std::uint64_t>(spent), std::memory_order_relaxed);
-        if (verdict == LaneVerdict::kOk) {
-            picks_.fetch_add(mine.plan.order().size(), std::memory_order_relaxed);
-            bytes_.fetch_add(mine.plan.bytes(), std::memory_order_relaxed);
-        }
-    }
-    if (finished_.fetch_add(1, std::memory_order_acq_rel) + 1 == all) decide(verdict, job);
+    if (worker == 0) began_[job & 1] = begin;
+    if (verdict == LaneVerdict::kOk && !compute(worker, slot, job)) return false;
+    workers_[static_cast<size_t>(worker)]->arrived.store(job, std::memory_order_relaxed);
+    // A fast worker may be a job ahead of a slow one, so jobs that may overlap are counted apart.
+    const auto all = static_cast<std::int64_t>(workers_.size() * ((job + 1) / 2));
+    if (finished_[job & 1].value.fetch_add(1, std::memory_order_acq_rel) + 1 == all) finish(worker, verdict, job);
     return true;
+}
+
+// By the last worker: what everybody did is seen here, and nobody is in the job any more.
+void CpuLane::finish(int worker, LaneVerdict verdict, std::uint64_t job) {
+    if (over()) return;
+    const MoePlan& plan = workers_[static_cast<size_t>(worker)]->plan;
+    const bool good = verdict == LaneVerdict::kOk;
+    if (good && !plan.waves().empty()) teams_[job & 1].reset(plan.waves().front());
+    // Before the verdict: who reads `done` then finds the job counted.
+    (good ? jobs_ : bad_jobs_).fetch_add(1, std::memory_order_relaxed);
+    const auto spent = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - began_[job & 1]).count();
+    nanoseconds_.fetch_add(static_cast<std::uint64_t>(spent), std::memory_order_relaxed);
+    if (good) {
+        picks_.fetch_add(plan.order().size(), std::memory_order_relaxed);
+        bytes_.fetch_add(plan.bytes(), std::memory_order_relaxed);
+    }
+    decide(verdict, job);
 }
 
 LaneVerdict CpuLane::check(const LaneJob& job) const {
@@ -232,41 +250,24 @@ LaneVerdict CpuLane::check(const LaneJob& job) const {
     return LaneVerdict::kOk;
 }
 
-// This worker's units, into its own rows.
-void CpuLane::compute(int worker, const LaneSlot& slot, std::uint64_t job) {
+// False when the lane is over before the job is done.
+bool CpuLane::compute(int worker, const LaneSlot& slot, std::uint64_t job) {
     Worker& mine = *workers_[static_cast<size_t>(worker)];
     const LaneJob& in = *slot.job;
     const ExpertTable& table = *tables_[static_cast<size_t>(in.layer)];
     mine.plan.build(table, in.picks, std::int64_t{in.rows} * in.top_k);
+    if (mine.plan.waves().empty()) {
+        if (worker == 0) std::fill_n(slot.result, std::int64_t{in.rows} * hidden_, 0.0f);
+        return true;
+    }
+    static_assert(kLanePicks <= kLeastWaveSlots);  // a job is one wave
     const int active = mine.plan.workers(threads());
-    if (worker >= active) return;
-    float* sum = mine.sum[job & 1].data();
-    std::fill_n(sum, in.rows * hidden_, 0.0f);
-    for (const MoePlan::Group& group : mine.plan.groups()) {
-        const MoePlan::Slices slices = mine.plan.slices(group, worker, active);
-        if (slices.begin >= slices.end) continue;
-        for (int r = 0; r < group.rows; ++r) {
-            const std::int64_t row = mine.plan.order()[static_cast<size_t>(group.first + r)] / in.top_k;
-            for (int b = 0; b < hidden_ / kBlock; ++b) {
-                mine.input.quantise(kernels_, table, group, 0, r, b, slot.x + row * hidden_ + b * kBlock);
-            }
-        }
-        mine.moe.add_slices(kernels_, table, mine.plan, group, slices, mine.input, 0, in.weights, in.top_k, sum);
-    }
-}
-
-// This worker's share of the columns of the result, always in worker order.
-void CpuLane::reduce(int worker, const LaneSlot& slot, std::uint64_t job) {
-    const int active = workers_[static_cast<size_t>(worker)]->plan.workers(threads());
-    const std::int64_t all = std::int64_t{slot.job->rows} * hidden_ / 16;
-    const std::int64_t begin = all * worker / threads() * 16;
-    const std::int64_t end = all * (worker + 1) / threads() * 16;
-    const auto sum_of = [&](int w) { return workers_[static_cast<size_t>(w)]->sum[job & 1].data(); };
-    std::copy(sum_of(0) + begin, sum_of(0) + end, slot.result + begin);
-    for (int w = 1; w < active; ++w) {
-        const float* sum = sum_of(w);
-        for (std::int64_t i = begin; i < end; ++i) slot.result[i] += sum[i];
-    }
+    if (worker >= active) return true;
+    Waiter waiter(*this, mine, job);
+    return teams_[job & 1].work(
+        kernels_,
+        {table, mine.plan, mine.plan.waves().front(), slot.x, in.weights, in.top_k, slot.result, in.rows, active},
+        waiter);
 }
 
 void CpuLane::decide(LaneVerdict verdict, std::uint64_t job) {
@@ -320,7 +321,11 @@ void CpuLane::watch_job(std::uint64_t decided, std::chrono::nanoseconds waited) 
     if (parked_.load(std::memory_order_relaxed)) wake();
     if (waited < options_.limit) return;
     int late = 0;
-    while (late < threads() && number(workers_[static_cast<size_t>(late)]->arrived.load()) == job) ++late;
+    const auto arrived = [&](int worker) {  // some may be a job ahead
+        const std::uint32_t last = number(workers_[static_cast<size_t>(worker)]->arrived.load());
+        return static_cast<std::int32_t>(last - job) >= 0;
+    };
+    while (late < threads() && arrived(late)) ++late;
     const bool all_arrived = late == threads();
     fail(LaneVerdict::kStalled, decided, all_arrived ? -1 : late,
          "job " + std::to_string(job) + " was not done within " + std::to_string(options_.limit.count()) + " ms: " +

@@ -2,22 +2,21 @@
 // copy in host memory. Jobs come and results go through a shared block (lane_block.h has its layout and the ordering);
 // whoever publishes never calls into this object.
 //
-// States of a worker   spinning on the next job's `published` (for `spin`, then parked on a futex) -> computing
-//                      its units into rows of its own -> meeting (all have arrived) -> adding up its share of the
-//                      columns.
-//                      No worker waits before it computes: each makes the plan and rounds the rows it needs itself.
+// States of a worker   spinning on the next job's `published` (for `spin`, then parked on a futex) -> taking its part
+//                      in the job, share by share until nothing is left to take (moe_team.h) -> finished. There is no
+//                      barrier: each makes the plan itself, and waits only for what it needs and others still make.
 // States of the lane   serving -> failed (kStalled, kDied), for good: build a new one. A bad job fails alone.
 // Who decides          decided_ holds the last decided job's word. It moves from job j - 1 to j by compare-and-swap, by
 //                      the last worker to finish or by whoever notices a failure, and only the winner writes `done`.
 // Threads   `threads` workers and one watchdog, which looks every `poll`: it wakes parked workers when a job is there,
 //           and fails the lane when one is not done within `limit` (of running time: a process that was stopped for
 //           a while finds its lane alive). wake(), health() and stats() from any thread.
-// Costs     memory: 2 * (8, hidden) floats a worker, and scratch. Time of a job beside its units: the line of
-//           `published` to every core, one meeting, a reduction of (workers, rows, hidden) floats shared by all; and
-//           rounding the rows of an expert once in every worker that has a slice of it (2-6 % of its units' time),
-//           the price of having no barrier before the units. A parked worker costs one poll, unless wake() came first.
-// Results   bit for bit those of CpuMoe with the same number of threads.
-// Bad at    more workers than free cores: they meet once a job, so the slowest one sets the pace.
+// Costs     memory: the scratch of two jobs, 7 MB at hidden 4096 and intermediate 2048. Time of a job beside its
+//           products: the line of `published` to every core; rounding x, SwiGLU and the sums, shared by all; and up to
+//           three waits, for x, for the blocks between up and down, and for the last worker. A parked worker costs one
+//           poll, unless wake() came first.
+// Results   bit for bit those of CpuMoe, on any number of threads.
+// Bad at    more workers than free cores: a job is done when the last of them has seen it.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -31,12 +30,11 @@
 #include <thread>
 #include <vector>
 
-#include "common/aligned_buffer.h"
 #include "cpu/expert_table.h"
 #include "cpu/kernels.h"
 #include "cpu/lane_block.h"
 #include "cpu/moe_plan.h"
-#include "cpu/moe_worker.h"
+#include "cpu/moe_team.h"
 
 namespace glm53::cpu {
 
@@ -54,7 +52,7 @@ struct LaneOptions {
 struct LaneHealth {
     LaneVerdict verdict = LaneVerdict::kOk;  // kOk: serving
     std::uint32_t job = 0;                   // the job that failed
-    int worker = -1;                         // the first worker that had not arrived, or the one that threw
+    int worker = -1;                         // the first worker that others waited for, or the one that threw
     std::string reason;
 };
 
@@ -64,7 +62,7 @@ struct LaneStats {
     std::uint64_t expert_bytes = 0;  // trellis bytes decoded
     std::uint64_t parks = 0;         // times a worker went to sleep
     int parked = 0;                  // workers asleep now
-    double seconds = 0;              // from worker 0's sight of a job to its end of it
+    double seconds = 0;              // from worker 0's sight of a job to the last worker's end of it
 };
 
 class CpuLane {
@@ -89,12 +87,10 @@ class CpuLane {
     const char* isa() const { return kernels_.name; }
 
   private:
+    class Waiter;
     struct alignas(64) Worker {
         MoePlan plan;
-        PreparedInput input;
-        MoeWorker moe;
-        AlignedBuffer<float> sum[2];  // (kLaneRows, hidden) by parity of the job: read by all until the job is done
-        std::atomic<std::uint64_t> arrived{0};  // the last job it arrived in
+        std::atomic<std::uint64_t> arrived{0};  // the last job in which it has nothing to do now but to wait for others
         std::thread thread;
     };
 
@@ -102,8 +98,8 @@ class CpuLane {
     bool await_job(std::uint64_t job);
     bool serve(int worker, std::uint64_t job);
     LaneVerdict check(const LaneJob& job) const;
-    void compute(int worker, const LaneSlot& slot, std::uint64_t job);
-    void reduce(int worker, const LaneSlot& slot, std::uint64_t job);
+    bool compute(int worker, const LaneSlot& slot, std::uint64_t job);
+    void finish(int worker, LaneVerdict verdict, std::uint64_t job);
     bool published(std::uint64_t job) const;
     bool over() const;
     void decide(LaneVerdict verdict, std::uint64_t job);
@@ -122,9 +118,10 @@ class CpuLane {
     std::vector<std::unique_ptr<Worker>> workers_;
     std::thread watchdog_;
 
-    alignas(64) std::atomic<std::uint64_t> arrived_{0};   // workers that arrived, over all jobs
-    alignas(64) std::atomic<std::uint64_t> finished_{0};  // workers that finished, over all jobs
-    alignas(64) std::atomic<std::uint64_t> decided_;      // lane_done_word of the last decided job
+    MoeTeam teams_[2];                                // by parity of the job, as the slots
+    std::chrono::steady_clock::time_point began_[2];  // when worker 0 saw the job
+    MoeTeam::Count finished_[2];                      // workers that finished, over all jobs of a parity
+    alignas(64) std::atomic<std::uint64_t> decided_;  // lane_done_word of the last decided job
     std::atomic<bool> stop_{false};
     alignas(64) std::atomic<std::uint32_t> bell_{0};
     std::atomic<std::uint32_t> parked_{0};

@@ -15,9 +15,8 @@
 // Ordering
 //  1. The publisher writes everything of slot j & 1, then `published` = j with release at system scope. A worker that
 //     reads j with acquire sees the whole job. It is the last write of the publisher and the first read of a worker.
-//  2. Every worker takes part in every job, also one that has no unit in it. Each reads the slot, adds its units into
-//     its own rows, and arrives. Nobody reads another worker's rows before all have arrived (acquire of their release);
-//     then each adds up its share of the columns, writes it into `result`, and finishes (release).
+//  2. Every worker takes part in every job, also one that has no share in it. Each reads the slot, takes shares of the
+//     work until none is left, and finishes (release). Blocks of `result` are written by whoever completes them.
 //  3. The worker that finishes last has acquired all the others' writes. It alone writes `done` = (kOk, j), with
 //     release, so whoever reads it with acquire sees the whole result.
 //  4. Slot j & 1 is written again for job j + 2. The publisher does so only after it has read `done` of job j (and has

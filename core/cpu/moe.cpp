@@ -4,6 +4,7 @@
 #include <chrono>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 #include "common/cpu_info.h"
 #include "cpu/dispatch.h"
@@ -24,10 +25,20 @@ ThreadPool make_pool(int threads, std::span<const int> cpus) {
     return ThreadPool(threads == 0 ? default_threads() : threads);
 }
 
+// Gives way to whoever it waits for: there may be more workers than free cores.
+class Patient final : public MoeWaiter {
+  public:
+    void waits(bool) override {}
+    bool goes_on() override {
+        std::this_thread::yield();
+        return true;
+    }
+};
+
 }  // namespace
 
 CpuMoe::CpuMoe(int threads, std::span<const int> cpus, std::string_view isa)
-    : kernels_(select_kernels(isa)), pool_(make_pool(threads, cpus)), workers_(static_cast<size_t>(pool_.size())) {}
+    : kernels_(select_kernels(isa)), pool_(make_pool(threads, cpus)) {}
 
 MoeStats CpuMoe::stats() const {
     const std::lock_guard lock(stats_mutex_);
@@ -87,62 +98,34 @@ void CpuMoe::check(const ExpertTable& table, const MoeCall& call) const {
 
 void CpuMoe::run_pass(const ExpertTable& table, const MoeCall& call) {
     plan_.build(table, call.picks, call.rows * call.top_k);
+    if (plan_.waves().empty()) std::fill_n(call.out, call.rows * table.hidden(), 0.0f);
+    int slots = 0;
+    for (const MoePlan::Wave& wave : plan_.waves()) slots = std::max(slots, wave.slots);
+    team_.reserve(kernels_, table, slots);
     const int active = plan_.workers(pool_.size());
-    reserve(table, call, active);
-    parallel(active, [&](int worker) { prepare(table, call, worker, active); });
-    parallel(active, [&](int worker) { compute(table, call, worker, active); });
-    if (active > 1) parallel(active, [&](int worker) { reduce(table, call, worker, active); });
+    parallel(active, [&](int) { compute(table, call, active); });
 }
 
-void CpuMoe::reserve(const ExpertTable& table, const MoeCall& call, int active) {
-    input_.reserve(kernels_, std::ssize(plan_.order()), table.hidden());
-    for (int worker = 0; worker < active; ++worker) {
-        Worker& scratch = workers_[static_cast<size_t>(worker)];
-        scratch.moe.reserve(kernels_, table);
-        if (worker > 0) scratch.sum.reserve(static_cast<size_t>(call.rows * table.hidden()));
+void CpuMoe::compute(const ExpertTable& table, const MoeCall& call, int active) {
+    Patient waiter;
+    for (const MoePlan::Wave& wave : plan_.waves()) {
+        team_.work(kernels_, {table, plan_, wave, call.x, call.weights, call.top_k, call.out, call.rows, active},
+                   waiter);
+        meet(wave, active);
     }
 }
 
-// Rotates and rounds x for the gate and up of every pick: the blocks of all groups, dealt out evenly.
-void CpuMoe::prepare(const ExpertTable& table, const MoeCall& call, int worker, int active) {
-    const int64_t blocks = table.hidden() / kBlock;
-    const int64_t all = std::ssize(plan_.order()) * blocks;
-    const int64_t begin = all * worker / active;
-    const int64_t end = all * (worker + 1) / active;
-    for (const MoePlan::Group& group : plan_.groups()) {
-        const int64_t base = group.first * blocks;
-        for (int64_t i = std::max(begin, base); i < std::min(end, base + group.rows * blocks); ++i) {
-            const int row = static_cast<int>((i - base) / blocks);
-            const int block = static_cast<int>((i - base) % blocks);
-            const int64_t source = plan_.order()[static_cast<size_t>(group.first + row)] / call.top_k;
-            const float* x = call.x + source * table.hidden() + block * kBlock;
-            input_.quantise(kernels_, table, group, group.first, row, block, x);
-        }
+// The last worker to come clears the way for the next wave; behind the last wave nobody waits for it.
+void CpuMoe::meet(const MoePlan::Wave& wave, int active) {
+    const int64_t turn = turn_.value.load(std::memory_order_relaxed);
+    if (met_.value.fetch_add(1, std::memory_order_acq_rel) + 1 == active) {
+        team_.reset(wave);
+        met_.value.store(0, std::memory_order_relaxed);
+        turn_.value.store(turn + 1, std::memory_order_release);
+        return;
     }
-}
-
-void CpuMoe::compute(const ExpertTable& table, const MoeCall& call, int worker, int active) {
-    Worker& scratch = workers_[static_cast<size_t>(worker)];
-    float* sum = worker == 0 ? call.out : scratch.sum.data();
-    std::fill_n(sum, call.rows * table.hidden(), 0.0f);
-    for (const MoePlan::Group& group : plan_.groups()) {
-        const MoePlan::Slices slices = plan_.slices(group, worker, active);
-        if (slices.begin < slices.end) {
-            scratch.moe.add_slices(kernels_, table, plan_, group, slices, input_, group.first, call.weights, call.top_k,
-                                   sum);
-        }
-    }
-}
-
-// out += the other workers' sums, each worker over its share of the elements, always in worker order.
-void CpuMoe::reduce(const ExpertTable& table, const MoeCall& call, int worker, int active) {
-    const int64_t all = call.rows * table.hidden() / 16;
-    const int64_t begin = all * worker / active * 16;
-    const int64_t end = all * (worker + 1) / active * 16;
-    for (int other = 1; other < active; ++other) {
-        const float* sum = workers_[static_cast<size_t>(other)].sum.data();
-        for (int64_t i = begin; i < end; ++i) call.out[i] += sum[i];
-    }
+    Patient waiter;
+    if (&wave != &plan_.waves().back()) MoeTeam::wait(turn_, turn + 1, waiter);
 }
 
 }  // namespace glm53::cpu

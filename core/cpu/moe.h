@@ -3,15 +3,13 @@
 //   out[row] = sum over the row's picks of weight * down(min(silu(gate(x)), limit) * clamp(up(x), -limit, limit))
 //
 // (exllamav3's clamp order; a table's limit 0 leaves both sides alone.) Picks are grouped by expert, so that an expert
-// is decoded once for up to 8 rows that picked it (moe_plan.h); a row may leave any of its picks to another lane. No
-// barrier lies inside an expert; each worker takes one contiguous run of units and adds their results into its own fp32
-// rows, summed once at the end.
+// is decoded once for up to 8 rows that picked it (moe_plan.h); a row may leave any of its picks to another lane. The
+// workers share an expert by columns and wait for each other only where one needs what others still make (moe_team.h).
 //
-// States: counters, and scratch that grows to the largest call. Threads: forward() may be called from any thread;
-// calls queue. Results are the same bit for bit from run to run for one thread count, instruction set and input;
-// another thread count sums the same terms in another order (fp32 rounding, about 1e-7 of the result).
-// Costs per call: three hand-overs to the pool (none for work too small to share), one reduction of
-// (threads - 1, rows, hidden) floats. More than kPassRows rows run in passes.
+// States: counters, and scratch that grows to the largest wave. Threads: forward() may be called from any thread;
+// calls queue. Results are the same bit for bit from run to run, on any number of threads and in the CPU lane.
+// Costs per call: one hand-over to the pool (none for work too small to share) for kPassRows rows, one meeting for each
+// wave (moe_plan.h).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -20,12 +18,11 @@
 #include <string_view>
 #include <vector>
 
-#include "common/aligned_buffer.h"
 #include "common/thread_pool.h"
 #include "cpu/expert_table.h"
 #include "cpu/kernels.h"
 #include "cpu/moe_plan.h"
-#include "cpu/moe_worker.h"
+#include "cpu/moe_team.h"
 
 namespace glm53::cpu {
 
@@ -65,26 +62,20 @@ class CpuMoe {
     int threads() const { return pool_.size(); }
 
   private:
-    struct Worker {
-        MoeWorker moe;
-        AlignedBuffer<float> sum;  // (pass rows, hidden); worker 0 sums in the caller's out
-    };
-
     void check(const ExpertTable& table, const MoeCall& call) const;
     void run_pass(const ExpertTable& table, const MoeCall& call);
-    void reserve(const ExpertTable& table, const MoeCall& call, int active);
-    void prepare(const ExpertTable& table, const MoeCall& call, int worker, int active);
-    void compute(const ExpertTable& table, const MoeCall& call, int worker, int active);
-    void reduce(const ExpertTable& table, const MoeCall& call, int worker, int active);
+    void compute(const ExpertTable& table, const MoeCall& call, int active);
+    void meet(const MoePlan::Wave& wave, int active);
     template <class Job>
     void parallel(int active, Job job);
 
     const Kernels& kernels_;
     ThreadPool pool_;
     std::mutex forward_mutex_;
-    std::vector<Worker> workers_;
     MoePlan plan_;
-    PreparedInput input_;
+    MoeTeam team_;
+    MoeTeam::Count met_;   // workers that have done a wave
+    MoeTeam::Count turn_;  // waves done by all
     mutable std::mutex stats_mutex_;
     MoeStats stats_;
 };

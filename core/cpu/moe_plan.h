@@ -1,14 +1,16 @@
-// MoePlan: one call's picks grouped by expert, and the order in which units of work are shared out.
+// MoePlan: one call's picks grouped by expert, and how their columns are shared out.
 //
-// The unit is (expert, up to 8 rows, 128 intermediate channels). Units lie in one line, by group and then by slice;
-// each worker takes one contiguous run of about equal cost, so that it touches few experts.
+// A group is up to 8 picks of one expert, decoded once for all of them. Groups are computed in waves of as many as the
+// scratch has slots for. A wave has two lines of work, whose unit is a pair of tile columns over all of k (two tiles of
+// 3 bits are three cache lines): gate, then up, of each group; and down of each group. Both are cut into shares that
+// whoever is free takes next: first a long run of columns each, for memory is read best in long runs, then ever shorter
+// ones, so that nobody waits long for the slowest.
 //
 // States: what the last build() made; vectors keep their room. Threads: none inside; a plan is read by any number of
-// threads after build(). Costs: one counting sort of the picks.
+// threads after build(). Costs: one sort of the picks; the same picks give the same plan, so threads may each make it.
 #pragma once
 #include <algorithm>
 #include <cstdint>
-#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -17,7 +19,9 @@
 
 namespace glm53::cpu {
 
-inline constexpr int kSkippedPick = -1;  // a pick that another lane serves: it adds nothing here
+inline constexpr int kSkippedPick = -1;      // a pick that another lane serves: it adds nothing here
+inline constexpr int kLeastWaveSlots = 128;  // picks that always fit one wave
+inline constexpr int kPairColumns = 32;      // channels of a unit
 
 class MoePlan {
   public:
@@ -26,10 +30,17 @@ class MoePlan {
         int expert;
         int rows;
         int64_t first;
-        int64_t cost_begin;  // units before this group, weighted
+        int64_t cost_begin;  // of one unit of every group before it
     };
-    struct Slices {
+    // Groups [begin, end), slots [first, first + slots).
+    struct Wave {
         int begin, end;
+        int64_t first;
+        int slots;
+        int64_t cost;  // of one unit of each of its groups
+    };
+    struct Range {
+        int64_t begin, end;
     };
 
     // picks: (count) expert numbers of complete experts, or kSkippedPick.
@@ -37,36 +48,38 @@ class MoePlan {
     void build(const ExpertTable& table, const Pick* picks, int64_t count);
 
     const std::vector<Group>& groups() const { return groups_; }
+    const std::vector<Wave>& waves() const { return waves_; }
     // Index of the pick in each slot, by expert, then as picked.
     const std::vector<int64_t>& order() const { return order_; }
-    uint64_t bytes() const { return bytes_; }  // trellis bytes that the groups decode
-    int workers(int threads) const;            // as many as the work is worth sharing among
-    // The slices of `group` that worker `worker` of `active` takes: those whose cost begins in its share of the total.
-    Slices slices(const Group& group, int worker, int active) const;
+    uint64_t bytes() const { return bytes_; }         // trellis bytes that the groups decode
+    static int wave_slots(const ExpertTable& table);  // picks of a wave at most
+    int workers(int threads) const;                   // as many as the work is worth sharing among
+
+    // Share `ticket` of a wave whose groups have `units` units each, in units of cost; empty behind the last one.
+    static Range share(const Wave& wave, int units, int64_t ticket, int workers);
+    // Which of a group's units begin in a share.
+    Range units(const Wave& wave, const Group& group, int units, Range share) const;
 
   private:
     void group(const ExpertTable& table);
 
     std::vector<Group> groups_;
-    std::vector<int64_t> order_, starts_;
-    int64_t slices_ = 0;  // of an expert
-    int64_t total_cost_ = 0;
+    std::vector<Wave> waves_;
+    std::vector<uint64_t> keys_;  // expert << 32 | index of the pick
+    std::vector<int64_t> order_;
     uint64_t bytes_ = 0;
 };
 
 template <class Pick>
 void MoePlan::build(const ExpertTable& table, const Pick* picks, int64_t count) {
     static_assert(std::is_signed_v<Pick>);
-    starts_.assign(static_cast<size_t>(table.experts()) + 1, 0);
+    keys_.clear();
     for (int64_t i = 0; i < count; ++i) {
-        if (picks[i] != kSkippedPick) ++starts_[static_cast<size_t>(picks[i]) + 1];
+        if (picks[i] == kSkippedPick) continue;
+        keys_.push_back(static_cast<uint64_t>(picks[i]) << 32 | static_cast<uint64_t>(i));
     }
-    for (size_t e = 1; e < starts_.size(); ++e) starts_[e] += starts_[e - 1];
+    std::sort(keys_.begin(), keys_.end());
     group(table);
-    order_.resize(static_cast<size_t>(starts_.back()));
-    for (int64_t i = 0; i < count; ++i) {
-        if (picks[i] != kSkippedPick) order_[static_cast<size_t>(starts_[static_cast<size_t>(picks[i])]++)] = i;
-    }
 }
 
 }  // namespace glm53::cpu
