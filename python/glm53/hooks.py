@@ -2,13 +2,15 @@
 `--mtp`, `engine/exllama/mtp.py` besides wraps three methods of the generator that it is given, without it
 `engine/exllama/ahead.py` two.)
 
-Replaced, on instances only (no class or module of exllamav3 changes):
+Replaced, on instances only (no class of exllamav3 changes):
   `config.stc.get_tensor`       while a model loads: tensors of routed experts are answered by us (trellises: aliases of
                                 our arenas)
   `BlockSparseMLP.routing_fn`   of every MoE layer: after the router, before the experts' kernels
   `BlockSparseMLP.forward`      of every MoE layer, in fast mode only: after the experts' kernels
   `BlockSparseMLP.bc`           of every MoE layer: its calls that run one expert alone are bracketed
   `Embedding.forward`, `.prepare_for_device`  where a step's ids may come from the GPU: those are looked up there
+  `g_tensor_cache.get_bucketed` remembers what it gave for the same arguments: it makes a name of them each time, which
+                                is most of what a decode step's Python does around the hyper-connections
   `Model.forward`, `.prefill`   bracketed, so that a long prompt's staging can begin before its first layer
 States of a Patch: new -> installed (`install`) -> undone (`undo`). A model carries at most one patch.
 """
@@ -82,8 +84,10 @@ def verify_module(exllamav3: Any) -> None:
         part("modules.block_sparse_mlp_routing"),
         part("loader.safetensors"),
     )
+    buffers = part("util.tensor").GTensorCache
     expected = {
         "routing_dots": (routing.routing_dots, ["bsz", "cfg", "y", "params"]),
+        "GTensorCache.get_bucketed": (buffers.get_bucketed, ["self", "device", "numel", "dtype", "x"]),
         "BlockSparseMLP.forward": (moe.BlockSparseMLP.forward, ["self", "x", "params", "out_dtype"]),
         "Model.forward": (exllamav3.Model.forward, ["self", "input_ids", "params"]),
         "Model.prefill": (exllamav3.Model.prefill, ["self", "input_ids", "params"]),
@@ -118,6 +122,13 @@ def moe_modules(exllamav3: Any, model: Any) -> list[Any]:
 
     kind = importlib.import_module(f"{exllamav3.__name__}.modules.block_sparse_mlp").BlockSparseMLP
     return [module for module in model if isinstance(module, kind)]
+
+
+def shared_buffers(exllamav3: Any) -> Any:
+    """The cache of small buffers that the decode steps of all models work in."""
+    import importlib
+
+    return importlib.import_module(f"{exllamav3.__name__}.util.tensor").g_tensor_cache
 
 
 def verify_layers(modules: list[Any], experts: int) -> None:
@@ -246,6 +257,22 @@ def _looked_up(embedding: Any, lookup: Lookup) -> tuple[Any, Any]:
     return prepare_for_device, looked_up
 
 
+def _remembered(get_bucketed: Any) -> Any:
+    """The buffers are static: the same arguments give the same memory until another model is loaded, and these need not
+    be that one's."""
+    given: dict[tuple[Any, ...], Any] = {}
+
+    @functools.wraps(get_bucketed)
+    def remembered(device: Any, numel: int, dtype: Any, x: str = "") -> Any:
+        key = device, numel, dtype, x
+        found = given.get(key)
+        if found is None:
+            found = given[key] = get_bucketed(device, numel, dtype, x)
+        return found
+
+    return remembered
+
+
 class Patch:
     """The hooks of one loaded model. Use `install` and `undo`."""
 
@@ -259,9 +286,10 @@ class Patch:
         *,
         single: Single | None = None,
         lookup: Lookup | None = None,
+        buffers: Any = None,
     ) -> None:
         self._model, self._modules, self._route, self._bracket = model, modules, route, bracket
-        self._combine, self._single, self._lookup = combine, single, lookup
+        self._combine, self._single, self._lookup, self._buffers = combine, single, lookup, buffers
         self._saved: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
@@ -280,6 +308,8 @@ class Patch:
                 prepare, forward = _looked_up(embedding, self._lookup)
                 self._replace(embedding, "prepare_for_device", prepare)
                 self._replace(embedding, "forward", forward)
+            if self._buffers is not None:
+                self._replace(self._buffers, "get_bucketed", _remembered(self._buffers.get_bucketed))
             for name, layers in (
                 ("forward", len(self._modules)),
                 ("prefill", prefill_layers(self._model, self._modules)),

@@ -91,6 +91,21 @@ def test_patch_calls_the_hooks_and_undo_restores_everything(exllamav3: Any) -> N
     assert len(brackets) == 2
 
 
+def test_small_buffers_are_remembered_by_what_they_were_asked_for(exllamav3: Any) -> None:
+    model, buffers = make_model(exllamav3), hooks.shared_buffers(exllamav3)
+    patch = hooks.Patch(model, model.moe, lambda *a: None, lambda *a: nullcontext(), buffers=buffers)
+    patch.install()
+    cpu, first = torch.device("cpu"), buffers.get_bucketed(torch.device("cpu"), 40, torch.half, "hc_post")
+    assert buffers.get_bucketed(cpu, 40, torch.half, "hc_post") is first
+    others = [(cpu, 41, torch.half, "hc_post"), (cpu, 40, torch.float, "hc_post"), (cpu, 40, torch.half, "hc_comb"),
+              (torch.device("meta"), 40, torch.half, "hc_post"), (cpu, 40, torch.half)]  # fmt: skip
+    assert len({id(first), *(id(buffers.get_bucketed(*o)) for o in others)}) == 6
+    assert [len(o) for o in buffers.asked] == [4] * 6
+    patch.undo()
+    assert "get_bucketed" not in vars(buffers)
+    assert buffers.get_bucketed(cpu, 40, torch.half, "hc_post") is not first
+
+
 def test_calls_of_single_experts_are_bracketed_and_the_others_are_not(exllamav3: Any) -> None:
     model, seen = make_model(exllamav3), []
     native = [m.bc for m in model.moe]

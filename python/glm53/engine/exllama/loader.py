@@ -29,6 +29,7 @@ from ...hooks import (
     import_exllamav3,
     moe_modules,
     plain_meta_tensors,
+    shared_buffers,
     verify_layers,
     verify_split,
 )
@@ -313,7 +314,10 @@ class _Loading:
         if self.options.single_experts:
             single = SingleExperts(runtime, modules, store.layout, passes.counts)
         route, combine = (passes.route, None) if tier is None else (passes.route_split, passes.combine)
-        patch = Patch(model, modules, route, passes.bracket, combine, single=single, lookup=self.tokens)
+        buffers = shared_buffers(self.exllamav3)
+        patch = Patch(
+            model, modules, route, passes.bracket, combine, single=single, lookup=self.tokens, buffers=buffers
+        )
         patch.install()
         loaded = Loaded(
             exllamav3=self.exllamav3,
