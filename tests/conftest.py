@@ -28,4 +28,5 @@ settings.load_profile("glm53")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-seconds", type=float, default=10.0, help="how long a soak test runs (default: 10)")
-    parser.addoption("--without", default="", help="parts of the GPU loader to leave out: single_experts,bulk_scales")
+    parts = "run_ahead,single_experts,bulk_scales"
+    parser.addoption("--without", default="", help=f"parts of the GPU loader to leave out: {parts}")
