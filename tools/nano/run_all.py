@@ -31,7 +31,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from . import config, corpus, fastnet, mtp, stock, train
+from . import config, corpus, stock, train
+from .reference import examine, summary
 
 BITS, CALIBRATION_ROWS = 3.05, 128
 CHAT_DOCUMENTS, TEXT_TOKENS, TRACE_TOKENS = 60, 512, 2000
@@ -182,7 +183,7 @@ def train_model(run: Run, rows: corpus.Rows) -> Any:
     seconds = min(run.args.seconds, run.left() - run.args.reserve)
     if seconds < run.args.seconds:
         print(f"run: training gets {seconds:.0f} s of the {run.args.seconds} asked for", flush=True)
-    plan = train.Plan(seconds=seconds, batch=run.args.batch, lr=run.args.lr)
+    plan = train.Plan(seconds=seconds, batch=run.args.batch, lr=run.args.lr, edge=run.args.edge)
     report = train.Trainer(model, rows, plan, run.device).run()
     train.round_weights(model)
     model.eval()
@@ -205,46 +206,26 @@ def save_model(run: Run, model: Any) -> None:
     run.done("saving")
 
 
-@torch.no_grad()
 def reference(run: Run, model: Any) -> float:
-    """Float32 figures of the trained weights: perplexity, clamp share, routing traces; returns the mean loss.
+    """Float32 figures of the trained weights and routing traces; returns the mean loss.
 
     The training forward is the same function as transformers' own; the difference on two documents is recorded.
     """
     torch.set_float32_matmul_precision("highest")
-    total, count, picks, clamped, edges, drafts = 0.0, 0, [], [], [], []
-    differences: list[Any] = []
-    for ids in stock.documents(run.out / "held-out.npz")[: 2 if run.args.smoke else None]:
-        tokens = torch.from_numpy(ids.astype(np.int64))[None].to(run.device)
-        padded = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % 64))
-        fresh = torch.zeros_like(padded, dtype=torch.bool)
-        fresh[:, 0] = True
-        step = fastnet.Step(fastnet.Ops(), torch.float32, fresh, clamped=[])
-        logits = fastnet.forward(model, padded, step)[0, : len(ids)].float()
-        edges.append([float(e[: len(ids)].mean()) for e in step.edges])
-        picked = list(step.picks)
-        drafted = mtp.forward(model, padded, step)[0, : len(ids)]
-        drafts.append((drafted.argmax(-1) == logits.argmax(-1)).float().mean().item() * len(ids))
-        loss, n = stock.nll(logits.cpu(), ids)
-        total, count = total + loss, count + n
-        picks.append(torch.stack([p[: len(ids)] for p in picked], 1).to(torch.int16).cpu())
-        clamped.append([float(c) for c in (step.clamped or [])[: len(picked)]])
+    running = np.load(run.out / "held-out.npz")["text"].tolist()
+    found, differences = [], []
+    documents = list(zip(stock.documents(run.out / "held-out.npz"), running, strict=True))
+    for ids, text in documents[: 2 if run.args.smoke else None]:
+        document, logits = examine(model, ids, text, run.device)
+        found.append(document)
         if len(differences) < 2:
-            differences.append(against_transformers(model, tokens, logits))
-    traces = torch.cat(picks)[:TRACE_TOKENS].numpy()
+            differences.append(against_transformers(model, ids, logits))
+    traces = torch.cat([d.picks for d in found])[:TRACE_TOKENS].numpy()
     np.savez_compressed(run.out / "traces.npz", picks=traces, experts=np.array(config.EXPERTS))
-    run.done(
-        "reference",
-        fp32_nll=total / count,
-        fp32_ppl=float(np.exp(total / count)),
-        clamp_share_of_active_units=float(np.mean(clamped)),
-        clamp_share_by_layer=np.mean(clamped, axis=0).tolist(),
-        edge_share_by_layer=np.mean(edges, axis=0).tolist(),
-        drafts_as_model=sum(drafts) / (count + len(drafts)),
-        trace_shape=list(traces.shape),
-        logits_difference_to_transformers=differences,
-    )
-    return total / count
+    figures = summary(found)
+    print(json.dumps({k: figures[k] for k in ("fp32_nll", "edge_share_by_layer", "drafts_as_model", "rounding")}))
+    run.done("reference", **figures, trace_shape=list(traces.shape), logits_difference_to_transformers=differences)
+    return float(figures["fp32_nll"])
 
 
 def reference_or_why(run: Run, model: Any) -> float:
@@ -256,9 +237,11 @@ def reference_or_why(run: Run, model: Any) -> float:
         return float("nan")
 
 
-def against_transformers(model: Any, tokens: torch.Tensor, logits: torch.Tensor) -> float | str:
+@torch.no_grad()
+def against_transformers(model: Any, ids: np.ndarray, logits: torch.Tensor) -> float | str:
     """Largest logit difference to transformers' own forward, or why that could not run here."""
     try:
+        tokens = torch.from_numpy(ids.astype(np.int64))[None].to(logits.device)
         theirs = model(input_ids=tokens, use_cache=False).logits[0].float()
     except Exception as error:  # a missing kernel package, say: the figure is a check, not a result
         return f"{type(error).__name__}: {str(error)[:200]}"
@@ -324,6 +307,7 @@ def parse() -> argparse.Namespace:
     ap.add_argument("--reserve", type=float, default=205, help="seconds kept for everything after training")
     ap.add_argument("--batch", type=int, default=40, help="rows of 1024 tokens a step")
     ap.add_argument("--lr", type=float, default=2.5e-3)
+    ap.add_argument("--edge", type=float, default=train.Plan.edge, help="cost of the picks that rounding exchanges")
     ap.add_argument("--shards", type=int, default=96)
     ap.add_argument("--per-shard", type=int, default=2000, help="dialogues a shard")
     ap.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
