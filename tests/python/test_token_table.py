@@ -90,7 +90,21 @@ def test_where_it_cannot_be_page_locked_steps_wait_for_the_host_and_the_log_says
     monkeypatch.setattr(torch, "ones", launch)
     assert TokenTable.open(SimpleNamespace(modules=[module]), 0) is None
     assert reported == [{"device": "cuda:0"}]  # else the next kernel of the model would fail with it
-    assert "decode steps wait for the host: the embedding (0.0 GB) was not page-locked (CUDA error 2)" in caplog.text
+    assert "decode steps wait for the host: the embedding (0.0 GB) was not page-locked: CUDA error 2" in caplog.text
+
+
+def test_a_table_that_the_gpu_cannot_see_is_let_go(
+    locked: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from exllamav3.ext import exllamav3_ext
+
+    def refused(host: torch.Tensor, gpu: int) -> None:
+        raise RuntimeError("pinned_cuda_view: tensor must be pinned")
+
+    monkeypatch.setattr(exllamav3_ext, "pinned_cuda_view", refused)
+    assert TokenTable.open(SimpleNamespace(modules=[Embedding(rows())]), 0) is None
+    assert locked.ranges == {}
+    assert "was not page-locked: pinned_cuda_view: tensor must be pinned" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -42,18 +42,16 @@ class TokenTable:
         if status != 0:
             with contextlib.suppress(RuntimeError):  # the next launch reports this error as its own
                 torch.ones(1, device=f"cuda:{gpu}")
-            log.warning(
-                "decode steps wait for the host: the embedding (%.1f GB) was not page-locked (CUDA error %d)",
-                host.nbytes / 1e9, status,
-            )  # fmt: skip
+            _warn(host, f"CUDA error {status}")
             return None
         try:
             from exllamav3.ext import exllamav3_ext
 
             return cls(host, exllamav3_ext.pinned_cuda_view(host, gpu), module.out_dtype)
-        except BaseException:
+        except RuntimeError as e:
             _runtime().cudaHostUnregister(host.data_ptr())
-            raise
+            _warn(host, " ".join(str(e).split())[:200])
+            return None
 
     def close(self) -> None:
         """Let the pages go; idempotent."""
@@ -64,6 +62,11 @@ class TokenTable:
 
 def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _warn(host: torch.Tensor, why: str) -> None:
+    size = host.nbytes / 1e9
+    log.warning("decode steps wait for the host: the embedding (%.1f GB) was not page-locked: %s", size, why)
 
 
 def plain_rows(module: Any) -> torch.Tensor | None:
