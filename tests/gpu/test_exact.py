@@ -146,8 +146,8 @@ def test_steps_queued_ahead_draw_what_steps_that_wait_draw(ours: Ours, streams: 
     """Over the end of a page of the KV cache; a stop token where one stream alone is read makes no other batch."""
     if ours.ahead is None:
         pytest.skip("left out by --without")
-    vocab, steps = ours.loaded.vocab_size, 200
-    prompts = [prompt_ids(150 + 7 * i, 30 + i, vocab) for i in range(streams)]
+    vocab, steps = ours.loaded.vocab_size, 100
+    prompts = [prompt_ids(180 + 7 * i, 30 + i, vocab) for i in range(streams)]
     drawn, ahead = [], []
     try:
         for on in (True, False):
