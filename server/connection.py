@@ -2,7 +2,8 @@
 
 States: waiting (no byte of a request yet) -> head (some bytes came) -> request (a handler runs) -> waiting. The limit
 holds in "waiting" on a new connection and in "head"; between requests a connection may stay open for an hour, so that a
-reverse proxy never finds one closed that it is just about to use. All on the event loop. Cost: one timer a request.
+reverse proxy never finds one closed that it is just about to use. One connection too many is closed at once. All on the
+event loop. Cost: one timer a request.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
+from .descriptors import ConnectionLimit
 from .errors import HttpError, reply_for
 
 HTTP_2 = "Pause on PRI/Upgrade"  # what the parser says of HTTP/2's preface
@@ -21,17 +23,21 @@ HTTP_2 = "Pause on PRI/Upgrade"  # what the parser says of HTTP/2's preface
 class Connection(web.RequestHandler):
     """Made by `lifecycle.Server` for each client; the outermost middleware tells it of its requests."""
 
-    __slots__ = ("_head_s", "_head_timer", "_in_request")
+    __slots__ = ("_head_s", "_head_timer", "_in_request", "_limit")
 
-    def __init__(self, server: web.Server, *, head_s: float, **options: Any) -> None:
+    def __init__(self, server: web.Server, *, head_s: float, limit: ConnectionLimit, **options: Any) -> None:
         super().__init__(server, **options)
+        self._limit = limit
         self._head_s = head_s
         self._head_timer: asyncio.TimerHandle | None = None
         self._in_request = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._expect_head()
+        if self._limit.entered():
+            self._expect_head()
+        elif isinstance(transport, asyncio.Transport):
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -40,6 +46,7 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._stop_timer()
+        self._limit.left()
         super().connection_lost(exc)
 
     def begun(self) -> None:

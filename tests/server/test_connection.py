@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -161,3 +163,34 @@ def test_a_request_may_take_longer_than_its_head(start: Start) -> None:
             s.sendall(data[i : i + 8])
             time.sleep(0.25)
         assert b" 200 " in s.recv(100)
+
+
+def test_one_connection_too_many_is_closed_and_the_others_are_not(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("glm53.server.lifecycle.raise_file_limit", lambda: 20)
+    live = start()
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(live.raw(HEAD)) for _ in range(10)]
+        for _ in range(5):
+            with live.raw(HEAD) as s:
+                is_closed(s)
+        held[0].close()
+        body = json.dumps({"messages": user("x")}).encode()
+        for s in held[1:]:
+            s.sendall(b"Connection: close\r\nContent-Type: application/json\r\n")
+            s.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            assert everything(s).startswith(b"HTTP/1.1 200 OK")
+    live.until(lambda stats: stats["running"] == 0)
+    assert [r.getMessage() for r in caplog.records if "connections are open" in r.getMessage()] == [
+        "10 connections are open, the most that the limit of open files allows"
+    ]
+
+
+def test_a_process_takes_the_files_it_may_have() -> None:
+    code = (
+        "import resource as r; from glm53.server.descriptors import raise_file_limit as f\n"
+        "r.setrlimit(r.RLIMIT_NOFILE, (200, 300)); print(f(), *r.getrlimit(r.RLIMIT_NOFILE), f())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["300", "300", "300", "300"]

@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -184,6 +185,31 @@ def test_a_port_in_use_is_one_line(serve: Serve) -> None:
     assert "Traceback" not in output
     assert f"port {first.port}" in output
     assert "in use" in output
+
+
+def test_connections_without_end_do_not_fill_the_log(serve: Serve) -> None:
+    served = serve(TALK)
+    port, pid = served.port, served.process.pid
+    served.until(lambda: "ready" in served.log.read_text(), "ready")
+    files = 10 + max(int(fd) for fd in os.listdir(f"/proc/{pid}/fd"))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (files, files))
+    connections = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(100)]
+    served.until(lambda: "cannot accept connections" in served.log.read_text(), "out of files")
+    time.sleep(2.5)  # it tries again every second
+    for connection in connections:
+        connection.close()
+
+    def answers() -> bool:
+        try:
+            return urllib.request.urlopen(f"{served.url}/health", timeout=5).status == 200
+        except OSError:
+            return False
+
+    served.until(answers, "an answer")
+    told = served.log.read_text()
+    assert told.count("cannot accept connections") == 1
+    assert "Traceback" not in told
+    assert len(told) < 2000
 
 
 def bench(name: str, *arguments: str) -> tuple[int, Any, str]:
