@@ -23,7 +23,8 @@ bool request_tiles() {
 }
 
 // The AVX-512 tables, the faster of the first two in front: which that is depends on how many vector ports take which
-// operation. All give the same bits. AMX is for who names it: it has been tested on a model of its tiles alone.
+// operation. All give the same bits. AMX is for who names it: its products alone are the fastest, whole layers with it
+// have not been.
 std::vector<const Kernels*> rank_avx512() {
     const bool words = &faster_kernels(kAvx512Kernels, kAvx512WordKernels) == &kAvx512WordKernels;
     std::vector<const Kernels*> tables = {&kAvx512Kernels, &kAvx512WordKernels};

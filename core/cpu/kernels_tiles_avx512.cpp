@@ -10,20 +10,7 @@ namespace glm53::cpu {
 namespace {
 
 struct Amx {
-    // Palette 1 with all eight tiles of 16 rows of 64 bytes, as ldtilecfg wants it.
-    struct Config {
-        alignas(64) uint8_t palette = 1;
-        uint8_t start_row = 0;
-        uint8_t reserved[14] = {};
-        uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    };
-    static_assert(sizeof(Config) == 64);
-
-    static void configure() {
-        const Config config;
-        asm volatile("ldtilecfg %0" ::"m"(config));
-    }
+    static void configure(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
     static void release() { asm volatile("tilerelease" ::: "memory"); }
     template <int T>
     static void zero() {
@@ -37,25 +24,25 @@ struct Amx {
     static void store(void* rows) {
         asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(rows), "r"(ptrdiff_t{64}), "i"(T) : "memory");
     }
-    // Sums += A (unsigned bytes) times B (signed bytes).
-    template <int Sums, int A, int B>
+    // C += A (signed bytes) times B (unsigned bytes).
+    template <int C, int A, int B>
     static void multiply() {
-        asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(A), "i"(B));
+        asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
     }
 };
 
 template <int Bits>
 void gemv(const Gemv* g) {
-    const auto lanes = kAvx512WordKernels.gemv[Bits - kMinBits];
     if (g->rows == 1) {
-        tile_gemv<Amx, Bits>(*g, lanes);
+        tile_gemv<Amx, Bits>(*g);
     } else {
-        lanes(g);
+        kAvx512WordKernels.gemv[Bits - kMinBits](g);
     }
 }
 
 float quantise(const float* x, const uint16_t* suh, Activations* out, int row, int block) {
-    return kAvx512WordKernels.quantise(x, suh, out, row, block);
+    if (!out->one_row) return kAvx512WordKernels.quantise(x, suh, out, row, block);
+    return quantise_block_avx2(x, suh, out->values + block * kBlock, out->bias + block, out->scale + block);
 }
 
 }  // namespace

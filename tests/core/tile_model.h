@@ -4,11 +4,14 @@
 
 namespace glm53::test {
 
-extern const cpu::Kernels kModelTileKernels;
+extern const cpu::Kernels kModelTileKernels;  // of one row, values in their natural order
 
-// Whether the unit was left as it was found.
+// Whether the unit was left as it was found, and used as its instructions allow.
 bool model_tiles_released();
-// How a block (128 values) is taken: 1 as it is, -1 negated, 0 not at all.
-int sign_on_tiles(const int16_t* values);
+// How a block (128 values) is taken: whether it is negated, and whether it needs a third digit.
+struct BlockDigits {
+    bool negated, extra;
+};
+BlockDigits digits_on_tiles(const int16_t* values);
 
 }  // namespace glm53::test

@@ -8,37 +8,58 @@
 namespace glm53 {
 namespace {
 
-// Eight tiles of 16 rows of 64 bytes, and the arithmetic of tdpbusd.
+// Eight tiles of the shapes they were given, and the arithmetic of tdpbsud; aborts where the instructions would fault.
 struct ModelTiles {
     static inline uint8_t tiles[8][16][64];
+    static inline cpu::TileConfig config;
     static inline bool configured = false;
 
-    static void configure() { configured = true; }
+    static void expect(bool good) {
+        if (!good) abort();
+    }
+    static void configure(const cpu::TileConfig& wanted) {
+        config = wanted;
+        expect(config.palette == 1 && config.start_row == 0);
+        for (int t = 0; t < 16; ++t) {
+            expect(config.rows[t] <= (t < 8 ? 16 : 0) && config.row_bytes[t] <= (t < 8 ? 64 : 0));
+        }
+        memset(tiles, 0, sizeof tiles);
+        configured = true;
+    }
     static void release() { configured = false; }
     template <int T>
     static void zero() {
-        if (!configured) abort();
+        expect(configured && config.rows[T] > 0);
         memset(tiles[T], 0, sizeof tiles[T]);
     }
     template <int T>
     static void load(const void* rows) {
-        memcpy(tiles[T], rows, sizeof tiles[T]);
+        zero<T>();
+        for (int r = 0; r < config.rows[T]; ++r) {
+            memcpy(tiles[T][r], static_cast<const uint8_t*>(rows) + 64 * r, config.row_bytes[T]);
+        }
     }
     template <int T>
     static void store(void* rows) {
-        memcpy(rows, tiles[T], sizeof tiles[T]);
+        expect(configured && config.rows[T] > 0);
+        for (int r = 0; r < config.rows[T]; ++r) {
+            memcpy(static_cast<uint8_t*>(rows) + 64 * r, tiles[T][r], config.row_bytes[T]);
+        }
     }
-    template <int Sums, int A, int B>
+    template <int C, int A, int B>
     static void multiply() {
-        for (int m = 0; m < 16; ++m) {
-            for (int n = 0; n < 16; ++n) {
+        static_assert(C != A && C != B && A != B);
+        expect(configured && config.rows[C] == config.rows[A] && config.row_bytes[C] == config.row_bytes[B] &&
+               config.row_bytes[A] == 4 * config.rows[B]);
+        for (int m = 0; m < config.rows[C]; ++m) {
+            for (int n = 0; n < config.row_bytes[C] / 4; ++n) {
                 uint32_t sum;
-                memcpy(&sum, &tiles[Sums][m][4 * n], sizeof sum);
-                for (int k = 0; k < 64; ++k) {
-                    const int weight = static_cast<int8_t>(tiles[B][k / 4][4 * n + k % 4]);
-                    sum += static_cast<uint32_t>(tiles[A][m][k] * weight);
+                memcpy(&sum, &tiles[C][m][4 * n], sizeof sum);
+                for (int k = 0; k < config.row_bytes[A]; ++k) {
+                    const int activation = static_cast<int8_t>(tiles[A][m][k]);
+                    sum += static_cast<uint32_t>(activation * tiles[B][k / 4][4 * n + k % 4]);
                 }
-                memcpy(&tiles[Sums][m][4 * n], &sum, sizeof sum);
+                memcpy(&tiles[C][m][4 * n], &sum, sizeof sum);
             }
         }
     }
@@ -46,7 +67,7 @@ struct ModelTiles {
 
 template <int Bits>
 void gemv(const cpu::Gemv* g) {
-    cpu::tile_gemv<ModelTiles, Bits>(*g, cpu::kAvx512WordKernels.gemv[Bits - cpu::kMinBits]);
+    cpu::tile_gemv<ModelTiles, Bits>(*g);
 }
 
 }  // namespace
@@ -59,9 +80,10 @@ bool model_tiles_released() {
     return !ModelTiles::configured;
 }
 
-int sign_on_tiles(const int16_t* values) {
+BlockDigits digits_on_tiles(const int16_t* values) {
     static cpu::TileScratch scratch;
-    return cpu::set_activations(values, scratch);
+    cpu::set_block(values, 0, 1.0f, scratch.blocks[0]);
+    return {scratch.blocks[0].scale < 0, scratch.blocks[0].extra};
 }
 
 }  // namespace test
