@@ -39,6 +39,7 @@ def stages(run: run_all.Run, monkeypatch: pytest.MonkeyPatch, convert: bool = Tr
                 run.exl3_dir.mkdir()
                 (run.exl3_dir / "model.safetensors").write_bytes(b"x" * 1000)
                 (run.exl3_dir / "model.safetensors.index.json").write_text("{}")
+                (run.exl3_dir / "quantization_config.json").write_text('{\n    "bits": 3.05\n}')
             return convert
         found = FOUND if stock else {"nll": FOUND["nll"]}
         (run.work / "stock.json").write_text(json.dumps(found))
@@ -59,7 +60,8 @@ def test_quantised_and_judged(run: run_all.Run, monkeypatch: pytest.MonkeyPatch)
     assert run_all.quantise(run)
     run_all.judge(run, 1.0)
     with tarfile.open(run.out / "nano-exl3.tar") as tar:
-        assert tar.getnames() == ["model.safetensors"]
+        assert tar.getnames() == ["model.safetensors", "quantization_config.json"]
+    assert (run.exl3_dir / "quantization_config.json").read_text() == '{"bits":3.05}'
     bars = record(run)["bars"]
     assert bars["nano.ppl_ratio"] == pytest.approx(math.exp(0.1))
     assert bars["nano.questions"] == {"True": 2, "False": 1}

@@ -265,6 +265,8 @@ def quantise(run: Run) -> bool:
     if ok:
         for index in run.exl3_dir.glob("*.index.json"):
             index.unlink()
+        for listing in run.exl3_dir.glob("quantization_config.json"):  # twice as long with its indents
+            listing.write_text(json.dumps(json.loads(listing.read_text()), separators=(",", ":")))
         size = sum(p.stat().st_size for p in run.exl3_dir.iterdir())
         with tarfile.open(run.out / "nano-exl3.tar", "w") as tar:
             for path in sorted(run.exl3_dir.iterdir()):
