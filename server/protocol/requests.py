@@ -27,6 +27,7 @@ from .sampling import (
     parse_sampling,
     parse_stop,
     parse_stop_ids,
+    refuse_other_constraints,
 )
 from .thinking import Thinking, parse_thinking
 from .tools import ToolChoice, choose_tools
@@ -123,6 +124,10 @@ def parse_chat(body: Mapping[str, Any], defaults: RequestDefaults) -> ChatCall:
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if f.get(old) not in (None, [], "none", "auto"):
             refuse(old, f"'{old}' is not supported; use '{new}'.", "unsupported_parameter")
+    refuse_other_constraints(f, "'response_format'")
+    modalities = f.raw.get("modalities")
+    if isinstance(modalities, list) and any(m != "text" for m in modalities):
+        refuse("modalities", "Invalid 'modalities': this model writes text only.", "unsupported_parameter")
     tools, choice = choose_tools(parse_tools(f.get("tools")), f)
     thinking = parse_thinking(f, defaults.thinking)
     stream, include_usage = _stream(f)
@@ -208,6 +213,7 @@ def parse_completion(body: Mapping[str, Any], defaults: RequestDefaults) -> Comp
         missing("prompt")
     if f.get("suffix"):
         refuse("suffix", "'suffix' is not supported by this model.", "unsupported_parameter")
+    refuse_other_constraints(f, "'response_format'")
     prompts, _ = _prompts(f.get("prompt"), "prompt", defaults.vocab_size)
     stream, include_usage = _stream(f)
     given = f.given("max_tokens", "max_completion_tokens")
@@ -266,6 +272,7 @@ def parse_generate(body: Mapping[str, Any], defaults: RequestDefaults) -> Genera
 
 
 def _generate_format(f: Fields) -> ResponseFormat | None:
+    refuse_other_constraints(f, "'json_schema' or 'regex'", known=("json_schema", "regex"))
     schema = f.get("json_schema")
     if isinstance(schema, str):
         schema = parse_body(schema.encode())

@@ -17,6 +17,13 @@ MAX_LOGPROBS = 20
 MOST_TOKENS = 2**63 - 1  # replies may repeat the number, and JSON's writer has 64 bits
 MIN_TOP_P = 1e-6  # 0 is accepted as "the best token only"
 
+OTHER_CONSTRAINTS = (
+    "ebnf", "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema", "regex",
+    "structural_tag", "structured_outputs",
+)  # fmt: skip
+"""What vLLM, SGLang and llama.cpp call a format of the answer. Other unknown fields are ignored, but an answer whose
+form was asked for must not come in any form."""
+
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
@@ -105,6 +112,13 @@ def parse_n(f: Fields) -> int:
     if best_of is not None and best_of != n:
         refuse(f.name("best_of"), "'best_of' other than 'n' is not supported.", "unsupported_parameter")
     return n
+
+
+def refuse_other_constraints(f: Fields, instead: str, known: tuple[str, ...] = ()) -> None:
+    """Raise RequestError for a format of the answer in words not `known` to this endpoint, which takes `instead`."""
+    for name in OTHER_CONSTRAINTS:
+        if f.raw.get(name) and name not in known:
+            refuse(f.name(name), f"'{f.name(name)}' is not supported; use {instead}.", "unsupported_parameter")
 
 
 def parse_response_format(f: Fields, key: str = "response_format") -> ResponseFormat | None:

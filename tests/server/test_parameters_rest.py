@@ -46,6 +46,26 @@ def test_what_is_not_supported_is_refused_by_name_and_its_neutral_value_is_not(
     assert live.post(path, {**body, name: neutral.get(name)}).status == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", COMPLETIONS])
+def test_a_format_in_other_servers_words_is_refused_not_ignored(start: Start, path: str) -> None:
+    live = start(PLAIN)
+    body = {COMPLETIONS: {"prompt": "x"}}.get(path, {"messages": user("x")})
+    for name in ("guided_json", "guided_choice", "structured_outputs", "regex", "ebnf", "grammar", "json_schema"):
+        reply = live.post(path, {**body, name: {"type": "object"}})
+        assert (reply.status, reply.error["param"], reply.error["code"]) == (400, name, "unsupported_parameter")
+        assert "'response_format'" in reply.error["message"]
+        assert live.post(path, {**body, name: None}).status == 200
+    reply = live.post(GENERATE, {"text": "x", "sampling_params": {"ebnf": 'root ::= "a"'}})
+    assert (reply.status, reply.error["param"]) == (400, "sampling_params.ebnf")
+
+
+def test_other_outputs_than_text_are_refused(start: Start) -> None:
+    live = start(PLAIN)
+    reply = live.chat(modalities=["text", "audio"], audio={"voice": "a", "format": "wav"})
+    assert (reply.status, reply.error["param"]) == (400, "modalities")
+    assert live.chat(modalities=["text"], audio=None).status == 200
+
+
 @pytest.mark.effect("stream_options", "stream_options.include_usage")
 def test_include_usage_adds_the_last_event(start: Start) -> None:
     live = start(PLAIN)
