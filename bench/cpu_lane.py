@@ -7,7 +7,9 @@
 Runs the native benchmark (built with `cmake --preset bench` when it is not there). The publisher is a host thread: a
 GPU adds the latency of its writes and reads over PCIe. "empty" is a job without experts that finds the workers
 spinning, "parked" one that finds them asleep. A and B are the line through the medians of jobs of 1, 2, 3 ... experts:
-time = A + B * experts. "of CpuMoe" compares with CpuMoe on as many threads, in the same process. Standard library only.
+time = A + B * experts. "of CpuMoe" compares with CpuMoe on as many threads, in the same process, "of kernel" with the
+expert kernels alone, each thread on experts of its own: what sharing the work, rotations and sums leave of their speed.
+Standard library only.
 Exit code 0: measured; 2: the measurement failed.
 """
 
@@ -43,6 +45,9 @@ def summary(worker: dict[str, Any], expert_bytes: int) -> dict[str, Any]:
         "gb_s": round(counts[-1] * expert_bytes / times[-1] / 1e9, 3),
         "gb_s_by_experts": [round(n * expert_bytes / t / 1e9, 3) for n, t in zip(counts, times, strict=True)],
         "speed_of_cpu_moe": round(median(ratios), 3),
+        "speed_of_kernel": [
+            round(n * median(worker["kernel_seconds"]) / t, 3) for n, t in zip(counts, times, strict=True)
+        ],
         "handoff_us": None if fit is None else round(fit.intercept * 1e6, 1),
         "expert_us": None if fit is None else round(fit.slope * 1e6, 1),
     }
@@ -51,14 +56,15 @@ def summary(worker: dict[str, Any], expert_bytes: int) -> dict[str, Any]:
 def report(rows: list[dict[str, Any]]) -> None:
     """Prints the table."""
     print(
-        f"{'threads':>7} {'empty us (p90)':>18} {'parked us':>10} {'GB/s':>7} {'of CpuMoe':>10} {'A us':>8} {'B us':>8}"
+        f"{'threads':>7} {'empty us (p90)':>18} {'parked us':>10} {'GB/s':>7} {'of CpuMoe':>10} "
+        f"{'of kernel':>10} {'A us':>8} {'B us':>8}"
     )
     for row in rows:
         empty = f"{row['empty_us']:.1f} ({row['empty_p90_us']:.1f})"
         a, b = (f"{row[k]:.1f}" if row[k] is not None else "-" for k in ("handoff_us", "expert_us"))
         print(
             f"{row['threads']:>7} {empty:>18} {row['parked_us']:>10.1f} {row['gb_s']:>7.2f} "
-            f"{row['speed_of_cpu_moe']:>10.2f} {a:>8} {b:>8}"
+            f"{row['speed_of_cpu_moe']:>10.2f} {row['speed_of_kernel'][-1]:>10.2f} {a:>8} {b:>8}"
         )
 
 

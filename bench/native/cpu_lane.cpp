@@ -3,7 +3,8 @@
 //
 // Every job takes the next experts of a set that does not fit in the caches. "hot" jobs come `--gap-us` after the last
 // one, so that the workers are still spinning; "parked" ones find them asleep and are announced with wake(). CpuMoe
-// with the same threads runs the same experts in between, so that another load on the machine meets both.
+// with the same threads runs the same experts in between, so that another load on the machine meets both; so do the
+// kernels alone, on as many threads with experts of their own.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -14,10 +15,12 @@
 #include <thread>
 #include <vector>
 
+#include "cpu/dispatch.h"
 #include "cpu/lane.h"
 #include "cpu/lane_publisher.h"
 #include "cpu/moe.h"
 #include "experts.h"
+#include "kernel_alone.h"
 #include "measure.h"
 #include "memory/host_arena.h"
 #include "options.h"
@@ -90,8 +93,15 @@ class Bench {
         moe_.forward(experts_.table, {x_.data(), wide.data(), weights_.data(), out_.data(), s_.rows, count});
         return bench::now() - begin;
     }
-    double parked_job() {
+    // Seconds of an expert, for about as long as a large job takes.
+    double kernel() const {
+        return bench::kernel_alone(cpu::select_kernels(lane_.isa()), experts_, lane_.threads(), kKernelSeconds);
+    }
+    void rest() const {
         while (lane_.stats().parked < lane_.threads()) std::this_thread::sleep_for(500us);
+    }
+    double parked_job() {
+        rest();
         lane_.wake();
         return job(0);
     }
@@ -99,6 +109,8 @@ class Bench {
     const char* isa() const { return lane_.isa(); }
 
   private:
+    static constexpr double kKernelSeconds = 0.02;
+
     static cpu::LaneOptions options(int threads) {
         cpu::LaneOptions options;
         options.threads = threads;
@@ -132,7 +144,7 @@ void print_list(const std::string& name, const std::vector<double>& values, cons
 
 void measure(const Settings& s, const bench::Experts& experts, int threads) {
     Bench b(s, experts, threads);
-    std::vector<double> empty, parked;
+    std::vector<double> empty, parked, kernel;
     std::vector<std::vector<double>> jobs(static_cast<size_t>(s.experts_a_job)), forwards(jobs.size());
     for (int i = 0; i < s.empty_jobs; ++i) {
         empty.push_back(b.job(0));
@@ -145,10 +157,13 @@ void measure(const Settings& s, const bench::Experts& experts, int threads) {
             b.gap();
             forwards[static_cast<size_t>(count - 1)].push_back(b.forward(count));
         }
+        b.rest();
+        kernel.push_back(b.kernel());
     }
     std::printf("{\"threads\": %d, \"isa\": \"%s\", ", threads, b.isa());
     print_list("empty_seconds", empty, ", ");
-    print_list("parked_seconds", parked, ", \"jobs\": [");
+    print_list("parked_seconds", parked, ", ");
+    print_list("kernel_seconds", kernel, ", \"jobs\": [");
     for (size_t i = 0; i < jobs.size(); ++i) {
         std::printf("%s{\"experts\": %zu, ", i ? ", " : "", i + 1);
         print_list("seconds", jobs[i], ", ");
