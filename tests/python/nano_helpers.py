@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,15 @@ from tokenizers import Tokenizer, models
 from tools.nano import config, corpus, train
 
 TOKENS = 128
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """For modules that import it: threads of products so small wait for each other, on busy processors for minutes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def small_model(out: Path) -> Any:

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from nano_helpers import small_model  # noqa: E402
+from nano_helpers import one_thread, small_model  # noqa: E402, F401
 
 from tools.nano import cpu_check, fastnet, reference, stock  # noqa: E402
 

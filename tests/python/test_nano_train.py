@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from nano_helpers import TOKENS, small_model, starts  # noqa: E402
+from nano_helpers import TOKENS, one_thread, small_model, starts  # noqa: E402, F401
 
 from tools.nano import config, corpus, fastnet, kda, train  # noqa: E402
 
