@@ -75,7 +75,7 @@ def test_a_documents_figures_and_their_sum(model: Any, monkeypatch: pytest.Monke
     assert long.loss == pytest.approx(stock.nll(expected, ids)[0], rel=1e-4)
     assert tuple(long.picks.shape) == (90, 3, 8)
     assert (len(long.edges), len(long.clamped)) == (3, 3)
-    assert 0 < long.moved
+    assert long.moved > 0
     monkeypatch.setattr(reference, "rounding_ops", fastnet.Ops)
     exact, _ = reference.examine(model, ids, True, device)
     assert (exact.moved, exact.unmoved) == (0, 90)
