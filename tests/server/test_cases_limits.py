@@ -295,7 +295,7 @@ def test_an_unforeseen_error_is_a_500_without_its_text(
 ) -> None:
     live = start()
 
-    def broken(*a: Any) -> Any:
+    def broken(*a: Any, **k: Any) -> Any:
         raise ZeroDivisionError("inner detail")
 
     monkeypatch.setattr(live.server.state.prompts, "chat", broken)
