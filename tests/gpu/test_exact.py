@@ -143,7 +143,8 @@ def test_the_host_waits_for_nothing_inside_a_decode_steps_moe_layers(
 
 @pytest.mark.parametrize("streams", [1, 4])
 def test_steps_queued_ahead_draw_what_steps_that_wait_draw(ours: Ours, streams: int) -> None:
-    """Over the end of a page of the KV cache; a stop token where one stream alone is read makes no other batch."""
+    """Over the end of a page of the KV cache; a stop token where one stream alone is read makes no other batch. Four
+    wait for each other's stop tokens in exact mode."""
     if ours.ahead is None:
         pytest.skip("left out by --without")
     vocab, steps = ours.loaded.vocab_size, 100
@@ -158,7 +159,7 @@ def test_steps_queued_ahead_draw_what_steps_that_wait_draw(ours: Ours, streams: 
             ahead.append(ours.ahead.steps - before)
         assert drawn[0] == drawn[1]
         assert all(len(ids) == steps for ids in drawn[0])
-        assert ahead[0] >= steps - 3 - streams
+        assert ahead[0] >= steps - 4 if streams == 1 else ahead[0] == 0
         assert ahead[1] == 0
         if streams == 1:
             stop = drawn[0][0][60]

@@ -101,10 +101,10 @@ def on_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
 
 
-def ahead_of(*jobs: Job) -> tuple[Generator, RunAhead, Any]:
+def ahead_of(*jobs: Job, together: bool = True) -> tuple[Generator, RunAhead, Any]:
     generator: Any = Generator(*jobs)
     passes: Any = SimpleNamespace(settled=True, await_half=lambda: None, begins=lambda: None)
-    return generator, RunAhead(generator, passes), passes
+    return generator, RunAhead(generator, passes, together), passes
 
 
 def test_a_step_is_queued_with_what_the_last_one_drew_before_that_is_told() -> None:
@@ -181,6 +181,14 @@ def test_a_stream_that_could_start_and_drafts_and_lent_slots_have_exllamav3s_own
     g, ahead, _ = ahead_of(Job([11]))
     g.iterate_gen(drafted, torch.ones(1))
     assert (g.log, ahead.steps) == (["own"], 0)
+
+
+@pytest.mark.parametrize(("streams", "together", "steps"), [(1, False, 1), (2, False, 0), (2, True, 1)])
+def test_in_exact_mode_only_a_stream_alone_is_ahead(streams: int, together: bool, steps: int) -> None:
+    """A stop token of one stream would leave its row beside the others' for a step, which stock's step has not."""
+    g, ahead, _ = ahead_of(*(Job([11 + i, 21 + i]) for i in range(streams)), together=together)
+    g.iterate_gen([])
+    assert ahead.steps == steps
 
 
 def test_a_model_without_a_table_or_with_drafts_does_not_run_ahead() -> None:

@@ -145,7 +145,7 @@ class Asked:
             begins=lambda: self.model.log.append(("begins", None)),
         )
         self.waiting = False
-        self.ahead = RunAhead(self.generator, self.passes, lambda: self.waiting) if ahead else None  # type: ignore[arg-type]
+        self.ahead = RunAhead(self.generator, self.passes, True, lambda: self.waiting) if ahead else None  # type: ignore[arg-type]
         self.drained, drain = 0, self.generator.on_queue_drained
 
         def on_queue_drained() -> None:

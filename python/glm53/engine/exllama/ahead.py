@@ -7,7 +7,8 @@ samplers and random numbers in the same order. Where a token may change what com
 at the end of a page (its hash, a kept KDA state), before a limit, while a prompt waits or is read, while expert slots
 are lent. For streams with grammars, penalties or log-probabilities exllamav3's own step runs. A stop token is seen one
 step late: the row that this step has too many is dropped, and what it wrote lies behind the tokens that its page is
-known to hold.
+known to hold. The other rows of that step were computed beside it, which stock's are not, and the last bits of a row
+may depend on how many there are: exact mode runs ahead with one stream only.
 
 Replaced, on the generator's instance: `iterate` and `iterate_gen`.
 States of a RunAhead: level (every queued step has been read; exllamav3's `iterate` runs) -> ahead (one has not). Only
@@ -85,10 +86,13 @@ def _in_round(job: Any, tokens: int) -> bool:
 
 class RunAhead:
     """Takes over a generator before its first step. `passes` says whether anything is to be done between two steps and
-    how far one is, and hears when one begins that was queued before; `waiting`: nothing is to follow this one."""
+    how far one is, and hears when one begins that was queued before; `together`: several streams may be ahead;
+    `waiting`: nothing is to follow this one."""
 
-    def __init__(self, generator: Any, passes: Passes, waiting: Callable[[], bool] = lambda: False) -> None:
-        self._generator, self._passes, self._waiting = generator, passes, waiting
+    def __init__(
+        self, generator: Any, passes: Passes, together: bool, waiting: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._generator, self._passes, self._together, self._waiting = generator, passes, together, waiting
         self._iterate, self._decode = generator.iterate, generator.iterate_gen
         self._buffers = [_Buffers(generator.max_batch_size) for _ in range(2)]
         self._queued: _Step | None = None
@@ -139,6 +143,7 @@ class RunAhead:
         """The step behind `step` has the same streams, in the pages they are in, whatever they draw but stop tokens."""
         return (
             step.jobs == self._generator.active_jobs
+            and (self._together or len(step.jobs) == 1)
             and self._steady()
             and all(
                 job.new_tokens + 1 < job.max_new_tokens
@@ -218,4 +223,4 @@ def run_ahead(generator: Any, loaded: Loaded, waiting: Callable[[], bool] = lamb
     """Let a new generator of a loaded model run ahead, if what was loaded lets it: not with an MTP draft."""
     if loaded.tokens is None or loaded.draft is not None:
         return None
-    return RunAhead(generator, loaded.passes, waiting)
+    return RunAhead(generator, loaded.passes, loaded.tier is not None, waiting)
