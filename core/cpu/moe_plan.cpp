@@ -9,7 +9,7 @@ constexpr uint64_t kBytesPerThread = 64 * 1024;
 constexpr int64_t kDecodeCost = 4;
 
 // What the activations of a wave may take: they should stay in the caches.
-constexpr int64_t kWaveBytes = 4 << 20;
+constexpr int64_t kWaveBytes = 1 << 20;
 
 int64_t unit_cost(int rows) {
     return kDecodeCost + rows;
