@@ -6,7 +6,7 @@ namespace glm53::test {
 
 extern const cpu::Kernels kModelTileKernels;  // of one row, values in their natural order
 
-// Whether the unit was left as it was found, and used as its instructions allow.
+// Whether the unit was left as it was found. A use that its instructions do not allow aborts.
 bool model_tiles_released();
 // How a block (128 values) is taken: whether it is negated, and whether it needs a third digit.
 struct BlockDigits {

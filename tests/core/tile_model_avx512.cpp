@@ -1,6 +1,9 @@
+// A tile unit in plain C++, and the one-row products on it. Apart from test_tiles.cpp, for only this file may be built
+// with the AVX-512 flags.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // g++ 12 warns inside its own intrinsics
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <stdlib.h>
+#include <string.h>
 
 #include "cpu/tiles_avx512.h"
 #include "tile_model.h"

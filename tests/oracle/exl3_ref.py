@@ -122,19 +122,11 @@ def lut(cb: str) -> np.ndarray:
     return _LUT[cb]
 
 
-def lut_mul1_affine() -> np.ndarray:
-    """What exllamav3's CPU kernel uses instead of the fp16 fma: (bytesum - 510) * k_inv, fp32, no rounding/bias"""
-    s = np.arange(65536, dtype = np.uint64)
-    x = (s * np.uint64(MUL1)) & np.uint64(0xFFFFFFFF)
-    sm = sum(((x >> np.uint64(8 * i)) & np.uint64(255)) for i in range(4)).astype(np.float32)
-    return (sm - np.float32(510)) * np.uint16(0x1EEE).view(np.float16).astype(np.float32)
-
-
 # ---------------------------------------------------------------- weights
-def inner_weight(trellis, cb: str, table: np.ndarray | None = None) -> np.ndarray:
+def inner_weight(trellis, cb: str) -> np.ndarray:
     st = decode_states(trellis)
     kt, nt, _ = st.shape
-    v = (lut(cb) if table is None else table)[st]
+    v = lut(cb)[st]
     tile = np.empty_like(v)
     tile[..., PERM] = v                                     # row-major 16x16
     return tile.reshape(kt, nt, 16, 16).transpose(0, 2, 1, 3).reshape(kt * 16, nt * 16)
@@ -153,9 +145,9 @@ def unpack_signs(s) -> torch.Tensor:
     return (1.0 - 2.0 * ((u[:, None] >> torch.arange(16)) & 1).float()).flatten().half()
 
 
-def weight(trellis, suh, svh, cb: str, dtype = torch.float32, table = None) -> torch.Tensor:
+def weight(trellis, suh, svh, cb: str, dtype = torch.float32) -> torch.Tensor:
     """(in, out) original-basis weight: diag(suh) . H . W_inner . H . diag(svh)"""
-    w = torch.from_numpy(inner_weight(trellis, cb, table).astype(np.float32)).to(dtype)
+    w = torch.from_numpy(inner_weight(trellis, cb).astype(np.float32)).to(dtype)
     k, n = w.shape
     h = had128().to(dtype)
     w = (h @ w.view(k // 128, 128, n)).view(k, n)
@@ -165,8 +157,8 @@ def weight(trellis, suh, svh, cb: str, dtype = torch.float32, table = None) -> t
     return w
 
 
-def linear(x: torch.Tensor, trellis, suh, svh, cb: str, bias = None, table = None) -> torch.Tensor:
-    w = torch.from_numpy(inner_weight(trellis, cb, table).astype(np.float32)).to(x.dtype)
+def linear(x: torch.Tensor, trellis, suh, svh, cb: str, bias = None) -> torch.Tensor:
+    w = torch.from_numpy(inner_weight(trellis, cb).astype(np.float32)).to(x.dtype)
     h = had128().to(x.dtype)
     xh = ((x * suh.to(x.dtype)).view(*x.shape[:-1], -1, 128) @ h).view(x.shape)
     y = xh @ w

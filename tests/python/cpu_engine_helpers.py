@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import json
 import shutil
 import sys
 import tempfile
@@ -126,8 +125,3 @@ def random_ids(n: int, seed: int) -> list[int]:
     """Token ids that are ordinary text tokens of the tiny tokenizer."""
     ids: list[int] = np.random.default_rng(seed).integers(0, 2048, n).tolist()
     return ids
-
-
-def read_json(path: Path) -> Any:
-    """A JSON file."""
-    return json.loads(path.read_text())

@@ -97,6 +97,7 @@ class RunAhead:
         self._buffers = [_Buffers(generator.max_batch_size) for _ in range(2)]
         self._queued: _Step | None = None
         self.on = True
+        """False: exllamav3's own step, whatever the streams are; for comparing both."""
         self.steps = 0
         """Steps that were queued ahead so far."""
         generator.iterate, generator.iterate_gen = self.iterate, self._gen

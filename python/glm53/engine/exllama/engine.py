@@ -224,7 +224,8 @@ class ExllamaEngine:
         return worked or scored or upkeep is Upkeep.NOW
 
     def _lane_failed(self, fault: str) -> None:
-        """The step that was just read is wrong: end its streams, forget what it left in the cache, go on."""
+        """The step that was just read, or the one queued behind it, is wrong: end the streams, forget what they left in
+        the cache, go on."""
         log.error("%s; %d streams end with this error", fault, len(self._streams))
         for stream in self._streams:
             self._counts["failed"] += 1

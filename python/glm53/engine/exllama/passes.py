@@ -148,7 +148,8 @@ class Passes:
         self._rt.add_partial(rows, out.data_ptr(), False, self._queued_on)
 
     def fault(self) -> str | None:
-        """What went wrong with the CPU lane in the steps whose tokens have been read; None: nothing."""
+        """What went wrong with the CPU lane in the steps whose tokens have been read, or in one queued ahead that runs
+        already; None: nothing."""
         return None if self.lane is None else self.lane.fault()
 
     @contextmanager
