@@ -9,7 +9,7 @@
 
 #include "common/half.h"
 #include "cpu/kernels.h"
-#include "cpu/moe_plan.h"
+#include "cpu/lane_block.h"
 
 namespace glm53 {
 namespace {

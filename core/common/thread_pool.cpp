@@ -9,6 +9,8 @@
 #include <string>
 #include <utility>
 
+#include "common/relax.h"
+
 namespace glm53 {
 namespace {
 
@@ -25,12 +27,6 @@ class InsideJob {
   private:
     const ThreadPool* outer_;
 };
-
-void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-}
 
 void pin(pthread_t thread, int cpu) {
     if (cpu < 0 || cpu >= CPU_SETSIZE) throw std::invalid_argument("cannot pin a thread to CPU " + std::to_string(cpu));

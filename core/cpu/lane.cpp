@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "common/cpu_info.h"
+#include "common/relax.h"
 #include "common/thread_pool.h"
 #include "cpu/dispatch.h"
 
@@ -64,12 +65,6 @@ bool ends_lane(LaneVerdict verdict) {
 
 void write_done(const LaneSlot& slot, std::uint64_t word) {
     std::atomic_ref(slot.done->word).store(word, std::memory_order_release);
-}
-
-void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
 }
 
 }  // namespace
@@ -193,8 +188,10 @@ void CpuLane::work(int worker) {
 // False when the lane is over.
 bool CpuLane::await_job(std::uint64_t job) {
     const auto ready = [&] { return published(job) || over(); };
+    std::uint32_t bell = bell_.load(std::memory_order_acquire);
     while (!spin(ready, options_.spin)) {
-        const std::uint32_t bell = bell_.load(std::memory_order_acquire);
+        const std::uint32_t heard = std::exchange(bell, bell_.load(std::memory_order_acquire));
+        if (heard != bell) continue;  // wake() was called meanwhile: a job comes soon
         parked_.fetch_add(1, std::memory_order_relaxed);
         parks_.fetch_add(1, std::memory_order_relaxed);
         if (!ready()) bell_.wait(bell, std::memory_order_acquire);

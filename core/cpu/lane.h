@@ -2,7 +2,8 @@
 // copy in host memory. Jobs come and results go through a shared block (lane_block.h has its layout and the ordering);
 // whoever publishes never calls into this object.
 //
-// States of a worker   spinning on the next job's `published` (for `spin`, then parked on a futex) -> taking its part
+// States of a worker   spinning on the next job's `published` (for `spin` and, where wake() was called, for `spin`
+//                      more; then parked on a futex) -> taking its part
 //                      in the job, share by share until nothing is left to take (moe_team.h) -> finished. There is no
 //                      barrier: each makes the plan itself, and waits only for what it needs and others still make.
 // States of the lane   serving -> failed (kStalled, kDied), for good: build a new one. A bad job fails alone.
@@ -77,7 +78,8 @@ class CpuLane {
     // Ends and joins the workers; waits as the destructor does, which has nothing left to do then. Idempotent, but for
     // one thread; wake(), health() and stats() go on answering.
     void close() { stop(); }
-    // Makes parked workers spin: to be called when a step is about to be queued. A few ns when all are awake.
+    // Makes parked workers spin, and spinning ones go on for `spin` more: to be called when a step is about to be
+    // queued. A few ns when all are awake.
     void wake();
     bool failed() const;
     LaneHealth health() const;

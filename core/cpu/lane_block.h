@@ -4,7 +4,7 @@
 //   slot (job & 1)                                            written by   read by
 //   0      published  u32 number of the job, own line         publisher    every worker
 //   64     layer, rows, top_k                                 publisher    every worker
-//   128    picks   (rows, top_k) int32, kSkippedPick: not here publisher   every worker
+//   128    picks   (rows, top_k) int32, or kSkippedPick       publisher    every worker
 //   384    weights (rows, top_k) float                        publisher    every worker
 //   640    x       (8, hidden) float                          publisher    every worker
 //   then   done    u64 verdict << 32 | job, own line          lane         publisher's side
@@ -41,6 +41,7 @@ namespace glm53::cpu {
 inline constexpr int kLaneRows = 8;    // the decode kernels' largest step
 inline constexpr int kLanePicks = 64;  // rows * top_k at most
 inline constexpr std::size_t kLaneLine = 64;
+inline constexpr int kSkippedPick = -1;  // a pick that another lane serves: it adds nothing here
 
 enum class LaneVerdict : std::uint32_t {
     kPending = 0,

@@ -11,12 +11,10 @@
 // Costs per call: one hand-over to the pool (none for work too small to share) for kPassRows rows, one meeting for each
 // wave (moe_plan.h).
 #pragma once
-#include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <span>
 #include <string_view>
-#include <vector>
 
 #include "common/thread_pool.h"
 #include "cpu/expert_table.h"

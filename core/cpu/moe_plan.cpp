@@ -1,5 +1,7 @@
 #include "cpu/moe_plan.h"
 
+#include "cpu/kernels.h"
+
 namespace glm53::cpu {
 namespace {
 

@@ -15,11 +15,10 @@
 #include <vector>
 
 #include "cpu/expert_table.h"
-#include "cpu/kernels.h"
+#include "cpu/lane_block.h"
 
 namespace glm53::cpu {
 
-inline constexpr int kSkippedPick = -1;      // a pick that another lane serves: it adds nothing here
 inline constexpr int kLeastWaveSlots = 128;  // picks that always fit one wave
 inline constexpr int kPairColumns = 32;      // channels of a unit
 

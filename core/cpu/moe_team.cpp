@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "common/relax.h"
+
 namespace glm53::cpu {
 namespace {
 
@@ -21,12 +23,6 @@ float total(const float* values, int64_t count) {
     }
     for (const float part : sums) sum += part;
     return sum;
-}
-
-void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
 }
 
 // For every block that units [begin, end) of a line of whole blocks touch: its number, and how many of its tiles.

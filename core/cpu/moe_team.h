@@ -2,12 +2,13 @@
 // CpuLane share it.
 //
 // A wave goes through these stages; nobody waits but where one needs what others still make.
-//   input   the slots' x, rotated and rounded for gate and up        shared by tickets of a few blocks
-//   gate, up                                                         shared by columns, once all input is there
-//   block   SwiGLU of 128 channels, rounded for down                 by whoever finished the block's last column
-//   down                                                             shared by columns, once all blocks of its group
-//   are output  128 channels of out: every slot's down, rotated,         by whoever finished the block's last column
-//           weighted and added in the order of slots
+//   input     the slots' x, rotated and rounded for gate and up    shared by tickets of a few blocks
+//   gate, up                                                       shared by columns, once all input is there
+//   block     SwiGLU of 128 channels, rounded for down             by whoever finished the block's last column
+//   down                                                           shared by columns, once its group's blocks are there
+//   output    128 channels of out: every slot's down, rotated,     by whoever finished the block's last column
+//             weighted and added in the order of slots
+//
 // So each number is the result of one fixed order of operations, whoever computes it: results do not depend on the
 // number of workers, bit for bit.
 //

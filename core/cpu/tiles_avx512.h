@@ -19,7 +19,6 @@
 // they hold is added to y two chunks later.
 #pragma once
 #include <immintrin.h>
-#include <string.h>
 
 #include "cpu/kernels.h"
 #include "cpu/quads_avx512.h"

@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "cpu/moe_plan.h"
+#include "cpu/lane_block.h"
 #include "cuda/expert_step.cuh"
 
 namespace glm53 {

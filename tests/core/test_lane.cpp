@@ -156,6 +156,26 @@ TEST_CASE("a parked lane is found by the watchdog, or woken") {
     CHECK(lane.stats().parks >= 4);
 }
 
+TEST_CASE("workers that are called while they spin go on spinning") {
+    const World world;
+    LaneOptions options = quick(2);
+    options.spin = 400ms;
+    for (int attempt = 0; attempt < 10; ++attempt) {
+        const auto begin = std::chrono::steady_clock::now();
+        const auto at = [&] { return std::chrono::steady_clock::now() - begin; };
+        CpuLane lane(world.tables(), world.block(), options);
+        std::this_thread::sleep_for(250ms);
+        lane.wake();
+        const bool in_time = at() < 350ms;
+        std::this_thread::sleep_until(begin + 550ms);
+        const auto parks = lane.stats().parks;
+        if (!in_time || at() > 600ms) continue;  // this thread was late: its call, or its look, came at another time
+        CHECK(parks == 0);
+        return;
+    }
+    MESSAGE("the machine is too busy to call at a known time");
+}
+
 TEST_CASE("a bad job fails alone") {
     const World world;
     CpuLane lane(world.tables(), world.block(), quick(2));

@@ -6,6 +6,7 @@
 #include <random>
 #include <vector>
 
+#include "cpu/kernels.h"
 #include "cpu/moe_plan.h"
 #include "small_experts.h"
 
