@@ -48,6 +48,15 @@ def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
         of_prompts = [t for t in raw["equal"]["tests"] if t["name"].startswith(PREFILL) and not t.get("skipped")]
         ran = [t for t in raw["equal"]["tests"] if not t.get("skipped")]
         found["fast.prefill_equal"] = len(of_prompts) >= 2 and all(t["ok"] for t in ran)
+    soaks = [v for k, v in raw.items() if k.startswith("soak")]
+    if soaks:
+        found["fast.soak_minutes"] = sum(len(v["slices"]) * v.get("slice_s", 25.0) for v in soaks) / 60
+        found["fast.soak_clean"] = all(
+            v["growth"]["rss"] <= 0.01
+            and v["growth"]["vram"] <= 0.01
+            and all(s["mismatches"] == 0 and s["kl_mean"] <= 2 * v["first"]["kl_mean"] for s in v["slices"])
+            for v in soaks
+        )
     return found
 
 
