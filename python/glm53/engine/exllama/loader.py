@@ -297,28 +297,17 @@ class _Loading:
     def _with_cache(self, config: Any, model: Any, cache: Any, modules: list[Any], tier: CpuTier | None) -> Loaded:
         settings, store = self.settings, self.store
         torch.cuda.empty_cache()
-        top_k, reserve = modules[0].num_experts_per_tok, int(settings.reserve_gb() * GB)
+        entries, reserve = len(modules) * store.experts, int(settings.reserve_gb() * GB)
         slots = slot_count(
             torch.cuda.mem_get_info(settings.gpu)[0],
             reserve=reserve,
             slot_bytes=store.layout.stride,
-            entries=len(modules) * store.experts,
-            top_k=top_k,
+            entries=entries,
+            top_k=modules[0].num_experts_per_tok,
             limit=self.options.max_slots,
         )
         runtime = self._runtime(modules, slots)
-        stage = min(int(settings.ec_stage_gb * GB), store.experts * store.layout.stride)
-        limits = PassSettings(stage, int(settings.ec_elastic_gb * GB), reserve, self.options.stage_from)
-        passes = Passes(runtime, limits, experts=store.experts, top_k=top_k, hidden=modules[0].hidden_size)
-        single = None
-        if self.options.single_experts:
-            single = SingleExperts(runtime, modules, store.layout, passes.counts)
-        route, combine = (passes.route, None) if tier is None else (passes.route_split, passes.combine)
-        buffers = shared_buffers(self.exllamav3)
-        patch = Patch(
-            model, modules, route, passes.bracket, combine, single=single, lookup=self.tokens, buffers=buffers
-        )
-        patch.install()
+        passes = self._passes(runtime, modules[0], reserve)
         loaded = Loaded(
             exllamav3=self.exllamav3,
             model=model,
@@ -327,7 +316,7 @@ class _Loading:
             store=store,
             runtime=runtime,
             passes=passes,
-            patch=patch,
+            patch=self._patched(model, modules, runtime, passes, splits=tier is not None),
             heat_file=settings.state_dir / warm.FILE_NAME,
             heat_key=warm.checkpoint_key(settings.model_dir, len(modules), store.experts),
             vocab_size=config.vocab_size,
@@ -338,7 +327,7 @@ class _Loading:
             tokens=self.tokens,
         )
         self.phases.end("slots")
-        self._warm(loaded, len(modules) * store.experts)
+        self._warm(loaded, entries)
         self.phases.end("warm")
         if tier is not None:
             torch.cuda.synchronize()
@@ -347,6 +336,26 @@ class _Loading:
         loaded.times = {"total": self.phases.total, **self.phases.seconds, "experts": store.times}
         log.info("loaded in %.1f s: %s", self.phases.total, loaded.times)
         return loaded
+
+    def _passes(self, runtime: Any, module: Any, reserve: int) -> Passes:
+        settings, store = self.settings, self.store
+        stage = min(int(settings.ec_stage_gb * GB), store.experts * store.layout.stride)
+        limits = PassSettings(stage, int(settings.ec_elastic_gb * GB), reserve, self.options.stage_from)
+        top_k, hidden = module.num_experts_per_tok, module.hidden_size
+        return Passes(runtime, limits, experts=store.experts, top_k=top_k, hidden=hidden)
+
+    def _patched(self, model: Any, modules: list[Any], runtime: Any, passes: Passes, *, splits: bool) -> Patch:
+        """The model with its hooks in place; `splits`: decode steps may leave experts to the CPU."""
+        single = None
+        if self.options.single_experts:
+            single = SingleExperts(runtime, modules, self.store.layout, passes.counts)
+        route, combine = (passes.route_split, passes.combine) if splits else (passes.route, None)
+        buffers = shared_buffers(self.exllamav3)
+        patch = Patch(
+            model, modules, route, passes.bracket, combine, single=single, lookup=self.tokens, buffers=buffers
+        )
+        patch.install()
+        return patch
 
     def _runtime(self, modules: list[Any], slots: int) -> Any:
         from ... import _core
