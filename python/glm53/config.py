@@ -1,8 +1,9 @@
 """Every setting, in one frozen object merged once: defaults, TOML file, environment, command line (later wins).
 
 A setting is a field of `Settings`: its name is the TOML key, GLM53_ + its name in capitals the environment variable,
-and `flags` its command-line spellings. The example file, `--help`, `--print-config` and the documentation test are all
-made from these fields, so there is no second list to keep in step. Nothing else in the package reads GLM53_* variables.
+-- + its name with dashes the option, unless `flags` names others. The example file, `--help`, `--print-config` and the
+documentation test are all made from these fields, so there is no second list to keep in step. Nothing else in the
+package reads GLM53_* variables.
 """
 # `setting` returns a dataclass field, which the linter cannot see.
 # ruff: noqa: RUF009
@@ -57,48 +58,26 @@ class Settings:
         default_model_dir, values.path, "model", "folder of the EXL3 checkpoint", flags=("--model-dir", "-m")
     )
     model_repo: str = setting(
-        "turboderp/GLM-5.3-Flash-exl3",
-        values.text,
-        "model",
-        "Hugging Face repository to download",
-        flags=("--model-repo",),
+        "turboderp/GLM-5.3-Flash-exl3", values.text, "model", "Hugging Face repository to download"
     )
-    model_revision: str = setting(
-        "3.05bpw", values.text, "model", "branch, tag or commit of the repository", flags=("--model-revision",)
-    )
+    model_revision: str = setting("3.05bpw", values.text, "model", "branch, tag or commit of the repository")
     download: bool = setting(
-        True,
-        values.truth,
-        "model",
-        "download the checkpoint when config.json is missing",
-        flags=("--download",),
-        switch=True,
+        True, values.truth, "model", "download the checkpoint when config.json is missing", switch=True
     )
     chat_template: str = setting(
-        "builtin",
-        values.text,
-        "model",
-        "builtin, checkpoint (its own jinja file), or a jinja file",
-        flags=("--chat-template",),
+        "builtin", values.text, "model", "builtin, checkpoint (its own jinja file), or a jinja file"
     )
-    state_dir: Path = setting(
-        default_state_dir, values.path, "model", "folder for what is learned between runs", flags=("--state-dir",)
-    )
+    state_dir: Path = setting(default_state_dir, values.path, "model", "folder for what is learned between runs")
 
     # engine
     mode: Literal["fast", "exact"] = setting(
-        "fast",
-        values.choice("fast", "exact"),
-        "engine",
-        "fast (CPU tier) or exact (equal to stock exllamav3)",
-        flags=("--mode",),
+        "fast", values.choice("fast", "exact"), "engine", "fast (CPU tier) or exact (equal to stock exllamav3)"
     )
     device: Literal["auto", "cuda", "cpu"] = setting(
         "auto",
         values.choice("auto", "cuda", "cpu"),
         "engine",
         "auto and cuda need an NVIDIA GPU; cpu is for trying and testing",
-        flags=("--device",),
     )
     gpu: int = setting(0, values.integer(0, 63), "engine", "index of the GPU", flags=("--gpu", "-gpu"))
     cache_tokens: int = setting(
@@ -137,11 +116,10 @@ class Settings:
         "engine",
         "tokens a step that the checkpoint's MTP layer drafts while that measures faster (fast mode on a GPU); 0 = off",
         unit="tokens",
-        flags=("--mtp",),
     )
 
     # server
-    host: str = setting("127.0.0.1", values.text, "server", "address to listen on; 0.0.0.0 for all", flags=("--host",))
+    host: str = setting("127.0.0.1", values.text, "server", "address to listen on; 0.0.0.0 for all")
     port: int = setting(30000, values.integer(0, 65535), "server", "TCP port", flags=("--port", "-p"))
     served_name: str = setting(
         "glm-5.3-flash", values.text, "server", "model name in the API", flags=("--served-name", "--served-model-name")
@@ -149,20 +127,14 @@ class Settings:
     api_keys: tuple[str, ...] = setting(
         (), values.words, "server", "keys accepted as bearer tokens; none = open", flags=("--api-key",), secret=True
     )
-    api_key_file: Path | None = setting(
-        None, values.auto(values.path), "server", "file with one API key a line", flags=("--api-key-file",)
-    )
-    max_queue: int = setting(
-        64, values.integer(0), "server", "requests that may wait before 503", unit="requests", flags=("--max-queue",)
-    )
+    api_key_file: Path | None = setting(None, values.auto(values.path), "server", "file with one API key a line")
+    max_queue: int = setting(64, values.integer(0), "server", "requests that may wait before 503", unit="requests")
     drain_s: float = setting(
         30.0, values.number(0), "server", "time running streams get to finish on stop", unit="s", flags=("--drain",)
     )
 
-    max_n: int = setting(8, values.integer(1, 64), "server", "most answers one request may ask for", flags=("--max-n",))
-    max_body_mib: float = setting(
-        32.0, values.number(0, above=True), "server", "largest request body", unit="MiB", flags=("--max-body-mib",)
-    )
+    max_n: int = setting(8, values.integer(1, 64), "server", "most answers one request may ask for")
+    max_body_mib: float = setting(32.0, values.number(0, above=True), "server", "largest request body", unit="MiB")
     body_timeout_s: float = setting(
         60.0,
         values.number(0),
@@ -195,11 +167,8 @@ class Settings:
         values.words,
         "server",
         "web origins that may call the API; * = any, auto = any with an API key, else pages of this machine",
-        flags=("--cors-origins",),
     )
-    log_requests: bool = setting(
-        True, values.truth, "server", "one log line a request", flags=("--log-requests",), switch=True
-    )
+    log_requests: bool = setting(True, values.truth, "server", "one log line a request", switch=True)
 
     # CPU tier
     ct_cpus: tuple[int, ...] | None = setting(
@@ -207,14 +176,9 @@ class Settings:
         values.auto(values.cpu_list),
         "CPU tier",
         "CPUs of the worker threads, like 2-23; auto = one a physical core, first two cores left free",
-        flags=("--ct-cpus",),
     )
     ct_threads: int | None = setting(
-        None,
-        values.auto(values.integer(1, 1024)),
-        "CPU tier",
-        "worker threads; auto = one a CPU of ct_cpus",
-        flags=("--ct-threads",),
+        None, values.auto(values.integer(1, 1024)), "CPU tier", "worker threads; auto = one a CPU of ct_cpus"
     )
     ct_a: float | None = setting(
         None,
@@ -222,7 +186,6 @@ class Settings:
         "CPU tier",
         "cost of handing a layer's work to the CPU and taking its sum back; auto = measured at load",
         unit="ms",
-        flags=("--ct-a",),
     )
     ct_b: float | None = setting(
         None,
@@ -230,7 +193,6 @@ class Settings:
         "CPU tier",
         "cost of one expert on the CPU; auto = measured at load",
         unit="ms",
-        flags=("--ct-b",),
     )
     ct_t: float | None = setting(
         None,
@@ -238,7 +200,6 @@ class Settings:
         "CPU tier",
         "cost of one expert over PCIe; auto = measured at load",
         unit="ms",
-        flags=("--ct-t",),
     )
     ct_g: float | None = setting(
         None,
@@ -246,14 +207,12 @@ class Settings:
         "CPU tier",
         "cost of a layer's experts in VRAM; auto = derived from a copy measured at load",
         unit="ms",
-        flags=("--ct-g",),
     )
     isa: Literal["scalar", "avx2", "avx512", "avx512w", "amx"] | None = setting(
         None,
         values.auto(values.choice("scalar", "avx2", "avx512", "avx512w", "amx")),
         "CPU tier",
         "instruction set of the CPU kernels (avx512w: AVX-512 in 16-bit lanes, amx: only by name); auto = the fastest",
-        flags=("--isa",),
     )
 
     # expert cache
@@ -263,30 +222,18 @@ class Settings:
         "expert cache",
         "VRAM left free; auto = 1.5 in fast, 1.0 in exact",
         unit="GB",
-        flags=("--ec-reserve-gb",),
     )
     ec_elastic_gb: float = setting(
-        10.0,
-        values.number(0),
-        "expert cache",
-        "slots that long prefills may borrow",
-        unit="GB",
-        flags=("--ec-elastic-gb",),
+        10.0, values.number(0), "expert cache", "slots that long prefills may borrow", unit="GB"
     )
     ec_stage_gb: float = setting(
-        2.6,
-        values.number(0),
-        "expert cache",
-        "size of each of the two staging buffers",
-        unit="GB",
-        flags=("--ec-stage-gb",),
+        2.6, values.number(0), "expert cache", "size of each of the two staging buffers", unit="GB"
     )
     triton_pin: Path | None = setting(
         None,
         values.auto(values.path),
         "expert cache",
         "file with the KDA kernels' autotune picks; auto = the one shipped for this GPU architecture",
-        flags=("--triton-pin",),
     )
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)

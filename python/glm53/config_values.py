@@ -27,13 +27,18 @@ class Spec:
     group: str
     unit: str
     help: str
-    flags: tuple[str, ...]
+    own_flags: tuple[str, ...]
     switch: bool
     secret: bool
 
     @property
     def env(self) -> str:
         return ENV_PREFIX + self.name.upper()
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """All spellings on the command line: those that were given, else -- and the name with dashes."""
+        return self.own_flags or ("--" + self.name.replace("_", "-"),)
 
 
 def setting(
@@ -48,7 +53,7 @@ def setting(
     secret: bool = False,
 ) -> Any:
     """A field of `Settings` that carries its Spec; a callable `default` is called for each object."""
-    meta = {"parse": parse, "group": group, "help": help, "unit": unit, "flags": flags, "switch": switch}
+    meta = {"parse": parse, "group": group, "help": help, "unit": unit, "own_flags": flags, "switch": switch}
     make: dict[str, Any] = {"default_factory": default} if callable(default) else {"default": default}
     return field(**make, metadata={**meta, "secret": secret})
 
