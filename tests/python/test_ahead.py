@@ -104,7 +104,7 @@ def on_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def ahead_of(*jobs: Job, together: bool = True) -> tuple[Generator, RunAhead, Any]:
     generator: Any = Generator(*jobs)
     passes: Any = SimpleNamespace(settled=True, await_half=lambda: None, begins=lambda: None)
-    return generator, RunAhead(generator, passes, together), passes
+    return generator, RunAhead(generator, passes, lambda: together), passes
 
 
 def test_a_step_is_queued_with_what_the_last_one_drew_before_that_is_told() -> None:
@@ -189,6 +189,30 @@ def test_in_exact_mode_only_a_stream_alone_is_ahead(streams: int, together: bool
     g, ahead, _ = ahead_of(*(Job([11 + i, 21 + i]) for i in range(streams)), together=together)
     g.iterate_gen([])
     assert ahead.steps == steps
+
+
+def test_a_lane_that_was_given_up_leaves_what_exact_mode_does() -> None:
+    passes = SimpleNamespace(settled=True, await_half=lambda: None, begins=lambda: None, lane="a lane")
+    loaded: Any = SimpleNamespace(tokens=1, draft=None, passes=passes)
+    generator: Any = Generator(*(Job([11 + i] * 9) for i in range(2)))
+    ahead = run_ahead(generator, loaded)
+    assert ahead is not None
+    generator.iterate()
+    assert (ahead.steps, ahead.unread) == (1, True)
+    passes.lane = None
+    generator.iterate()
+    generator.iterate()
+    assert (ahead.steps, ahead.unread) == (1, False)
+
+
+def test_a_step_whose_streams_have_all_gone_is_unread_until_the_next_one() -> None:
+    g, ahead, _ = ahead_of(Job([STOP, 12]))
+    assert not ahead.unread
+    g.iterate()
+    assert (ahead.unread, g.active_jobs) == (True, [])
+    assert g.iterate() == []
+    assert not ahead.unread
+    assert len(g.log) == 2
 
 
 def test_a_model_without_a_table_or_with_drafts_does_not_run_ahead() -> None:

@@ -7,29 +7,23 @@ unless GLM53_EXLLAMAV3 names the unpacked wheel, see `real_generator`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from generator_fixtures import exllamav3_folder
 from real_generator import States, import_generator
+from toy_generator import PAGE, ToyCache, ToyModel, ToyTokenizer, mix
 
 from glm53.engine.exllama.ahead import RunAhead
 from glm53.engine.exllama.sampling import make_sampler
 from glm53.engine.protocol import SamplingParams
 
-FOLDER = os.environ.get("GLM53_EXLLAMAV3", "")
-if not FOLDER:
-    pytest.skip("GLM53_EXLLAMAV3 names no folder with exllamav3's source", allow_module_level=True)
+FOLDER = exllamav3_folder()
 
-VOCAB, PAGE, TOKENS, SLOTS = 64, 256, 8192, 3
-
-
-def mix(state: int, token: int) -> int:
-    return (state * 31 + token * 7 + 1) % 1000003
+VOCAB, TOKENS, SLOTS = 64, 8192, 3
 
 
 class State:
@@ -42,42 +36,20 @@ class State:
     def stash(self) -> dict[str, Any]:
         return {"checkpoint_size": 1, "position": self.position, "hash": self.hash}
 
+    @classmethod
+    def resumed(cls, stashed: dict[str, Any]) -> State:
+        return cls(stashed["hash"], stashed["position"])
+
     def free(self) -> None:
         pass
 
 
-class Cache:
-    initialized = True
-    recurrent_state_cls = State
-    num_slots, max_num_tokens = SLOTS, TOKENS
-
-    def __init__(self) -> None:
-        self.cells: dict[tuple[int, int], int] = {}
-
-    def get_new_state(self) -> State:
-        return State()
-
-    def new_from_stashed(self, stashed: dict[str, Any], position: int) -> State:
-        assert stashed["position"] == position
-        return State(stashed["hash"], position)
-
-    def reset_states(self) -> None:
-        pass
-
-    def copy_page(self, target: Any, source: int, to: int, count: int) -> None:
-        self.cells |= {(to, i): self.cells[source, i] for i in range(count) if (source, i) in self.cells}
-
-
-class Model:
+class Model(ToyModel):
     """log: what the host did, in order."""
 
-    caps = {"recurrent_states": True}  # noqa: RUF012
-    loaded_tp = False
-    output_device = "cpu"
-
-    def __init__(self, cache: Cache) -> None:
-        self.config = SimpleNamespace(vocab_size=VOCAB, infer_params=None)
-        self.cache, self.log = cache, []  # type: Any, list[tuple[str, Any]]
+    def __init__(self) -> None:
+        super().__init__(ToyCache(State, TOKENS, SLOTS), VOCAB)
+        self.log: list[tuple[str, Any]] = []
         self.read_by_gpu: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def forward(self, input_ids: torch.Tensor, params: dict[str, Any]) -> torch.Tensor:
@@ -105,13 +77,6 @@ class Model:
         return logits
 
 
-class Tokenizer:
-    actual_vocab_size = VOCAB
-
-    def get_id_to_piece_list(self, include_special_tokens: bool = False) -> list[str]:
-        return [f"<{i}>" for i in range(VOCAB)]
-
-
 class Event:
     """The host may not touch what the GPU still has to read."""
 
@@ -130,12 +95,12 @@ class Asked:
     """A generator with or without steps queued ahead, and what its jobs told."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *, ahead: bool) -> None:
-        self.ex = import_generator(Path(FOLDER), patch)
-        self.model = Model(Cache())
+        self.ex = import_generator(FOLDER, patch)
+        self.model = Model()
         patch.setattr(torch.cuda, "Event", lambda: Event(self.model))
         patch.setattr(torch.cuda, "synchronize", lambda *args: self.model.log.append(("read", None)))
         self.generator = self.ex.Generator(
-            self.model, self.model.cache, Tokenizer(), max_batch_size=SLOTS, max_chunk_size=512,
+            self.model, self.model.cache, ToyTokenizer(VOCAB), max_batch_size=SLOTS, max_chunk_size=512,
             recurrent_cache_size=1 << 20, recurrent_checkpoint_interval=512,
         )  # fmt: skip
         assert isinstance(self.generator.recurrent_cache, States)
@@ -145,7 +110,7 @@ class Asked:
             begins=lambda: self.model.log.append(("begins", None)),
         )
         self.waiting = False
-        self.ahead = RunAhead(self.generator, self.passes, True, lambda: self.waiting) if ahead else None  # type: ignore[arg-type]
+        self.ahead = RunAhead(self.generator, self.passes, lambda: True, lambda: self.waiting) if ahead else None  # type: ignore[arg-type]
         self.drained, drain = 0, self.generator.on_queue_drained
 
         def on_queue_drained() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from engine_cases import golden_dir
+from generator_fixtures import exllamav3_folder
 
 from glm53.config import Settings
 from glm53.engine.protocol import GenerationRequest, SamplingParams
 
-FOLDER = os.environ.get("GLM53_EXLLAMAV3", "")
-pytestmark = pytest.mark.skipif(not FOLDER, reason="GLM53_EXLLAMAV3 names no folder with exllamav3's source")
+FOLDER = exllamav3_folder()
 PROMPT = [5 + i % 90 for i in range(300)]  # a page and a bit of another
 
 
@@ -30,17 +30,19 @@ def engine(tmp_path: Path) -> Iterator[Any]:
 
     settings = Settings(model_dir=golden_dir(), mode="exact", state_dir=tmp_path, cache_tokens=8192)
     with pytest.MonkeyPatch.context() as patch:
-        made = make_engine(import_generator(Path(FOLDER), patch), cpu_model(golden_dir()), settings, 2176)
+        made = make_engine(import_generator(FOLDER, patch), cpu_model(golden_dir()), settings, 2176)
         yield made
         made.close()
         gc.unfreeze()
 
 
-def ask(engine: Any, prompts: list[list[int]], steps: int) -> list[tuple[list[int], Any, int]]:
+def ask(
+    engine: Any, prompts: list[list[int]], steps: int, stop: frozenset[int] = frozenset()
+) -> list[tuple[list[int], Any, int]]:
     """(tokens, finish, cached prompt tokens) of answers that run together."""
 
     async def one(i: int, prompt: list[int]) -> tuple[list[int], Any, int]:
-        request = GenerationRequest(str(i), prompt, steps, sampling=SamplingParams(temperature=0.0))
+        request = GenerationRequest(str(i), prompt, steps, stop_ids=stop, sampling=SamplingParams(temperature=0.0))
         stream, ids, finish = engine.submit(request), [], None
         async for delta in stream:
             ids += [t.id for t in delta.tokens]
@@ -81,3 +83,29 @@ def test_streams_of_a_bad_step_end_and_its_pages_are_forgotten(engine: Any, reco
     assert (passes.lane is None) is not recovers
     stats = engine.stats()
     assert (stats["failed"], stats["running"], stats["waiting"]) == (3, 0, 0)
+
+
+def test_a_lane_that_fails_in_a_step_that_outlived_its_streams_ends_no_stream(engine: Any) -> None:
+    """The step behind a stop token is read although nobody waits for it, before a stream that comes next begins."""
+    [(expected, _, _)] = ask(engine, [PROMPT], 12)
+    at = next(i for i in range(4, 12) if expected[i] not in expected[:i])
+    passes, told, failing = engine._loaded.passes, threading.Event(), threading.Event()
+
+    def fault() -> str | None:
+        if not engine._streams:
+            failing.set()
+        return "the CPU lane stalled: worker 1" if failing.is_set() else None
+
+    def recover(why: str, stream: int) -> bool:
+        failing.clear()
+        passes.fault = lambda: None
+        told.set()
+        return True
+
+    passes.fault, passes.lane = fault, SimpleNamespace(recover=recover)
+    [(ids, finish, _)] = ask(engine, [PROMPT], 12, frozenset({expected[at]}))
+    assert (ids, finish.reason, finish.stop_id) == (expected[:at], "stop", expected[at])
+    assert told.wait(20), "nobody has looked at the step behind the stop token"
+    [(after, finish, _)] = ask(engine, [PROMPT], 12)
+    assert (after, finish.reason) == (expected, "length")
+    assert engine.stats()["failed"] == 0

@@ -12,7 +12,8 @@ may depend on how many there are: exact mode runs ahead with one stream only.
 
 Replaced, on the generator's instance: `iterate` and `iterate_gen`.
 States of a RunAhead: level (every queued step has been read; exllamav3's `iterate` runs) -> ahead (one has not). Only
-`iterate` and `iterate_gen` change it, on the engine's thread. Jobs may be cancelled in either.
+`iterate` and `iterate_gen` change it, on the engine's thread. Jobs may be cancelled in either. While `unread`,
+`iterate` is to be called also when no job is left: what went wrong in that step is not to be found in the next job's.
 Costs: two sets of small page-locked buffers; a stream that stops costs a row of one step, and a prompt that comes in
 the second half of a step waits for the next one too.
 """
@@ -86,11 +87,11 @@ def _in_round(job: Any, tokens: int) -> bool:
 
 class RunAhead:
     """Takes over a generator before its first step. `passes` says whether anything is to be done between two steps and
-    how far one is, and hears when one begins that was queued before; `together`: several streams may be ahead;
+    how far one is, and hears when one begins that was queued before; `together`: several streams may be ahead now;
     `waiting`: nothing is to follow this one."""
 
     def __init__(
-        self, generator: Any, passes: Passes, together: bool, waiting: Callable[[], bool] = lambda: False
+        self, generator: Any, passes: Passes, together: Callable[[], bool], waiting: Callable[[], bool] = lambda: False
     ) -> None:
         self._generator, self._passes, self._together, self._waiting = generator, passes, together, waiting
         self._iterate, self._decode = generator.iterate, generator.iterate_gen
@@ -101,6 +102,11 @@ class RunAhead:
         self.steps = 0
         """Steps that were queued ahead so far."""
         generator.iterate, generator.iterate_gen = self.iterate, self._gen
+
+    @property
+    def unread(self) -> bool:
+        """A step is queued whose tokens nobody has read."""
+        return self._queued is not None
 
     def iterate(self) -> list[dict[str, Any]]:
         """One token of every stream, as exllamav3's."""
@@ -144,7 +150,7 @@ class RunAhead:
         """The step behind `step` has the same streams, in the pages they are in, whatever they draw but stop tokens."""
         return (
             step.jobs == self._generator.active_jobs
-            and (self._together or len(step.jobs) == 1)
+            and (len(step.jobs) == 1 or self._together())
             and self._steady()
             and all(
                 job.new_tokens + 1 < job.max_new_tokens
@@ -221,7 +227,8 @@ class RunAhead:
 
 
 def run_ahead(generator: Any, loaded: Loaded, waiting: Callable[[], bool] = lambda: False) -> RunAhead | None:
-    """Let a new generator of a loaded model run ahead, if what was loaded lets it: not with an MTP draft."""
+    """Let a new generator of a loaded model run ahead, if what was loaded lets it: not with an MTP draft. A lane that
+    was given up leaves exact mode, where one stream alone is ahead."""
     if loaded.tokens is None or loaded.draft is not None:
         return None
-    return RunAhead(generator, loaded.passes, loaded.tier is not None, waiting)
+    return RunAhead(generator, loaded.passes, lambda: loaded.passes.lane is not None, waiting)

@@ -207,21 +207,27 @@ class ExllamaEngine:
 
     def _round(self) -> bool:
         """One step of everything; False when there is nothing to do for now (slots that are lent wait a while)."""
+        if self._ahead is not None and self._ahead.unread and not self._generator.num_remaining_jobs():
+            self._step()  # it has outlived its streams: what went wrong in it is not to end those that come next
         self._admit()
         self._drop_cancelled()
         scored = self._score_one()
         worked = self._generator.num_remaining_jobs() > 0
         if worked:
-            results = self._generator.iterate()
-            fault = self._loaded.passes.fault()
-            if fault is None:
-                for result in results:
-                    self._deliver(result)
-            else:
-                self._lane_failed(fault)
+            self._step()
         upkeep = self._loaded.passes.between(prompts_left=any(s.prefilling for s in self._streams))
         self._keep_books()
         return worked or scored or upkeep is Upkeep.NOW
+
+    def _step(self) -> None:
+        """One step of the generator, and what it gave to the streams."""
+        results = self._generator.iterate()
+        fault = self._loaded.passes.fault()
+        if fault is None:
+            for result in results:
+                self._deliver(result)
+        else:
+            self._lane_failed(fault)
 
     def _lane_failed(self, fault: str) -> None:
         """The step that was just read, or the one queued behind it, is wrong: end the streams, forget what they left in
