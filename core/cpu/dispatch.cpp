@@ -1,7 +1,7 @@
 #include "cpu/dispatch.h"
 
+#include <algorithm>
 #include <stdexcept>
-#include <utility>
 
 #include "common/cpu_info.h"
 #include "cpu/kernel_race.h"
@@ -22,14 +22,13 @@ bool request_tiles() {
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
-// The AVX-512 tables, the faster of the first two in front: which that is depends on how many vector ports take which
-// operation. All give the same bits. AMX is for who names it: its products alone are the fastest, whole layers with it
-// have not been.
+// The AVX-512 tables, the fastest in front: which that is depends on how many vector ports take which operation, and on
+// what the tile unit costs the clock. All give the same bits.
 std::vector<const Kernels*> rank_avx512() {
-    const bool words = &faster_kernels(kAvx512Kernels, kAvx512WordKernels) == &kAvx512WordKernels;
     std::vector<const Kernels*> tables = {&kAvx512Kernels, &kAvx512WordKernels};
-    if (words) std::swap(tables[0], tables[1]);
     if (cpu_features().amx_int8 && request_tiles()) tables.push_back(&kAmxKernels);
+    const auto fastest = std::find(tables.begin(), tables.end(), &fastest_kernels(tables));
+    std::rotate(tables.begin(), fastest, fastest + 1);
     return tables;
 }
 #endif

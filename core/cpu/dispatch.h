@@ -8,8 +8,8 @@
 
 namespace glm53::cpu {
 
-// Names of the tables this processor can run, best first; the last is "scalar". Which of "avx512" and "avx512w" comes
-// first is measured at the first call (kernel_race.h) and stays so in this process; "amx" stands behind them.
+// Names of the tables this processor can run, best first; the last is "scalar". Which of "avx512", "avx512w" and "amx"
+// comes first is measured at the first call (kernel_race.h) and stays so in this process.
 std::vector<std::string> available_isas();
 
 // "auto" (the first available), "amx", "avx512", "avx512w", "avx2" or "scalar". Throws std::invalid_argument for

@@ -10,9 +10,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kBits = 3;
-constexpr int kTiles = 64;                                // tile columns: 49 KB of trellis over one block
-constexpr int kRounds = 24;                               // of both tables in turn; the best of each counts
-constexpr auto kWarmUp = std::chrono::microseconds(500);  // until the clock has settled for wide vectors
+constexpr int kTiles = 64;                              // tile columns: 49 KB of trellis over one block
+constexpr int kTurns = 2;                               // of each table; its best run counts
+constexpr auto kSettle = std::chrono::milliseconds(1);  // until the clock is what these instructions get
+constexpr auto kTurn = std::chrono::microseconds(1500);
 constexpr double kClearly = 0.97;
 
 class Piece {
@@ -48,18 +49,26 @@ class Piece {
 
 }  // namespace
 
-const Kernels& faster_kernels(const Kernels& first, const Kernels& second) {
+const Kernels& fastest_kernels(std::span<const Kernels* const> tables) {
     std::vector<uint8_t> trellis(kBlockTiles * kTiles * 32 * kBits);
     for (size_t i = 0; i < trellis.size(); ++i) trellis[i] = static_cast<uint8_t>(i * i * 31 >> 4);
-    Piece a(first), b(second);
-    for (const auto begin = Clock::now(); Clock::now() - begin < kWarmUp;) a.time(trellis), b.time(trellis);
-    Clock::duration best_a = Clock::duration::max(), best_b = best_a;
-    for (int round = 0; round < kRounds; ++round) {
-        best_a = std::min(best_a, a.time(trellis));
-        best_b = std::min(best_b, b.time(trellis));
+    std::vector<Piece> pieces;
+    for (const Kernels* table : tables) pieces.emplace_back(*table);
+    std::vector<Clock::duration> best(tables.size(), Clock::duration::max());
+    for (int turn = 0; turn < kTurns; ++turn) {
+        for (size_t t = 0; t < tables.size(); ++t) {
+            for (const auto begin = Clock::now(); Clock::now() - begin < kSettle;) pieces[t].time(trellis);
+            for (const auto begin = Clock::now(); Clock::now() - begin < kTurn;) {
+                best[t] = std::min(best[t], pieces[t].time(trellis));
+            }
+        }
     }
-    const bool faster = static_cast<double>(best_b.count()) < kClearly * static_cast<double>(best_a.count());
-    return faster && a.y() == b.y() ? second : first;
+    size_t first = 0;
+    for (size_t t = 1; t < tables.size(); ++t) {
+        const bool faster = static_cast<double>(best[t].count()) < kClearly * static_cast<double>(best[first].count());
+        if (faster && pieces[t].y() == pieces[first].y()) first = t;
+    }
+    return *tables[first];
 }
 
 }  // namespace glm53::cpu

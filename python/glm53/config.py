@@ -212,7 +212,7 @@ class Settings:
         None,
         values.auto(values.choice("scalar", "avx2", "avx512", "avx512w", "amx")),
         "CPU tier",
-        "instruction set of the CPU kernels (avx512w: AVX-512 in 16-bit lanes, amx: only by name); auto = the fastest",
+        "instruction set of the CPU kernels (avx512w: AVX-512 in 16-bit lanes; amx: with tiles); auto = the fastest",
     )
 
     # expert cache

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -298,7 +299,7 @@ TEST_CASE("swiglu: the gate is clamped after silu, up on both sides, NaN survive
     }
 }
 
-TEST_CASE("the faster of two tables is found, whichever comes first, but for one with other results") {
+TEST_CASE("the fastest table is found, wherever it stands, but for one with other results") {
     if (vector_tables().empty()) return;
     static int calls;
     static const Kernels& fast = *vector_tables().front();
@@ -311,12 +312,18 @@ TEST_CASE("the faster of two tables is found, whichever comes first, but for one
         for (int i = 0; i < 9; ++i) fast.gemv[3 - cpu::kMinBits](&again);
         fast.gemv[3 - cpu::kMinBits](gemv);
     };
-    CHECK(&cpu::faster_kernels(fast, slow) == &fast);
-    CHECK(&cpu::faster_kernels(slow, fast) == &fast);
+    Kernels slower = slow;
+    const auto fastest = [](std::initializer_list<const Kernels*> tables) {
+        return &cpu::fastest_kernels(std::span(tables.begin(), tables.size()));
+    };
+    CHECK(fastest({&fast, &slow}) == &fast);
+    CHECK(fastest({&slow, &fast}) == &fast);
+    CHECK(fastest({&slow, &slower, &fast}) == &fast);
+    CHECK(fastest({&slow}) == &slow);
     CHECK(calls > 0);
     Kernels wrong = fast;  // the fastest of all, for it does nothing
     wrong.gemv[3 - cpu::kMinBits] = [](const Gemv*) {};
-    CHECK(&cpu::faster_kernels(slow, wrong) == &slow);
+    CHECK(fastest({&slow, &wrong}) == &slow);
 }
 
 TEST_CASE("choosing kernels") {

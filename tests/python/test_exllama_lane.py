@@ -328,6 +328,56 @@ def test_a_lane_is_measured_with_jobs_of_every_size(memory: ExpertMemory) -> Non
     assert stats["picks"] == rounds * sum(n * rows for n, rows in shapes)
 
 
+def test_a_later_kernel_is_chosen_where_it_is_clearly_faster() -> None:
+    times = {"a": [100.0, 90.0], "b": [89.0, 88.0], "c": [200.0, 80.0]}
+    asked: list[str] = []
+
+    def large_job_ns(name: str) -> float:
+        asked.append(name)
+        return times[name][asked.count(name) - 1]
+
+    assert lane_costs.race(["a", "b", "c"], large_job_ns) == ("c", {"a": 90, "b": 88, "c": 80})
+    assert asked == ["a", "b", "c"] * lane_costs.RACE_TURNS
+    asked.clear()
+    assert lane_costs.race(["a", "b"], large_job_ns)[0] == "a"  # 88 is not clearly less than 90
+
+
+AVX512 = [isa for isa in _core.cpu_features()["isas"] if isa not in ("avx2", "scalar")]
+
+
+@pytest.mark.skipif(len(AVX512) < 2, reason="this CPU has no AVX-512 kernels to choose from")
+@pytest.mark.parametrize("fastest", AVX512)
+def test_the_lane_runs_the_kernels_its_own_jobs_are_fastest_with(
+    memory: ExpertMemory, cuda: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fastest: str
+) -> None:
+    def large_job_ns(timer: LaneTimer) -> float:
+        assert timer.job_ns(4, 1) > 0
+        return 1e6 if timer._lane.isa == fastest else 2e6
+
+    monkeypatch.setattr(LaneTimer, "large_job_ns", large_job_ns)
+    monkeypatch.setattr(lane, "ExpertCopies", FakeCopies)
+    tier = CpuTier(memory, cuda.device, make_settings(tmp_path, mode="fast", ct_threads=1))
+    tier.measure(4)
+    stats = tier.stats()
+    assert stats["isa"] == fastest
+    assert stats["raced_ms"] == {isa: 1.0 if isa == fastest else 2.0 for isa in AVX512}
+    assert tier._make()[1].isa == fastest  # what replaces it after a failure
+    tier.close(0)
+    named = CpuTier(memory, cuda.device, make_settings(tmp_path, mode="fast", ct_threads=1, isa="scalar"))
+    named.measure(4)
+    assert (named.stats()["isa"], named.stats()["raced_ms"]) == ("scalar", {})
+    named.close(0)
+
+
+def test_a_large_job_has_a_tokens_experts(memory: ExpertMemory) -> None:
+    arena = _core.HostArena(_core.lane_block_bytes(HIDDEN), "lane")
+    timed = _core.CpuLane(memory.tables, arena, 1)
+    assert LaneTimer(timed, arena, memory.tables, 4).large_job_ns() > 0
+    assert timed.stats()["jobs"] == 2 * lane_costs.RACE_JOBS
+    assert timed.stats()["picks"] == 4 * timed.stats()["jobs"]
+    timed.close()
+
+
 def test_the_dearer_of_both_measurements_counts(memory: ExpertMemory) -> None:
     class Timer:
         """B rises beside copies, B_row falls."""

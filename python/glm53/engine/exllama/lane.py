@@ -23,7 +23,7 @@ from ...config import Settings
 from ...errors import CheckpointError, ConfigError, DeviceError, EngineError
 from ...host import Host
 from ...runtime import PARTS, PinnedExperts
-from .lane_costs import Costs, ExpertCopies, LaneTimer, measure, overridden
+from .lane_costs import Costs, ExpertCopies, LaneTimer, measure, overridden, race
 from .scales import ExpertScales
 
 log = logging.getLogger(__name__)
@@ -115,24 +115,46 @@ class CpuTier:
         self._off: str | None = None
         self._given_up = False
         self.costs: Costs | None = None
+        self._isa, self._raced_ns = settings.isa or "auto", dict[str, int]()
         self._arena, self._lane = self._make(_MEASURE_LIMIT_MS)
 
     def _make(self, limit_ms: int = 0) -> tuple[Any, Any]:
         arena = _core.HostArena(_core.lane_block_bytes(self._hidden), "CPU lane", self._device)
-        workers, isa = self._workers, self._settings.isa or "auto"
+        workers = self._workers
         cpus = None if workers.cpus is None else list(workers.cpus)
         limit_ms = limit_ms or self._limits_ms[0]
         try:
-            lane = _core.CpuLane(self._memory.tables, arena, workers.threads, cpus, isa, limit_ms=limit_ms)
+            lane = _core.CpuLane(self._memory.tables, arena, workers.threads, cpus, self._isa, limit_ms=limit_ms)
         except ValueError as e:
             raise ConfigError(f"the CPU lane cannot be made with ct_cpus, ct_threads, isa as they are: {e}") from None
         return arena, lane
 
+    def _timer(self, top_k: int) -> LaneTimer:
+        return LaneTimer(self._lane, self._arena, self._memory.tables[:_MEASURED_LAYERS], top_k)
+
+    def _large_job_ns(self, isa: str, top_k: int) -> float:
+        """Of a lane with these kernels, which takes the present one's place."""
+        self._lane.close()
+        self._isa = isa
+        self._arena, self._lane = self._make(_MEASURE_LIMIT_MS)
+        return self._timer(top_k).large_job_ns()
+
+    def _choose_kernels(self, top_k: int) -> None:
+        """Where the setting `isa` leaves it open and this CPU has several AVX-512 tables, which give the same bits."""
+        names = [isa for isa in _core.cpu_features()["isas"] if isa not in ("avx2", "scalar")]
+        if self._settings.isa is not None or len(names) < 2:
+            return
+        chosen, self._raced_ns = race(names, lambda isa: self._large_job_ns(isa, top_k))
+        if self._isa != chosen:
+            self._lane.close()
+            self._isa = chosen
+            self._arena, self._lane = self._make(_MEASURE_LIMIT_MS)
+
     def measure(self, top_k: int) -> None:
         """Measure what the split needs on this lane, which then gives way to a fresh one: jobs count from 1."""
         start = time.monotonic()
-        timer = LaneTimer(self._lane, self._arena, self._memory.tables[:_MEASURED_LAYERS], top_k)
-        measured = measure(timer, ExpertCopies(self._memory.store), top_k)
+        self._choose_kernels(top_k)
+        measured = measure(self._timer(top_k), ExpertCopies(self._memory.store), top_k)
         self.costs, chosen = overridden(measured, self._settings)
         self._lane.close()
         self._arena, self._lane = self._make()
@@ -200,10 +222,11 @@ class CpuTier:
         return self._memory.scales.nbytes
 
     def stats(self) -> dict[str, Any]:
-        """State, workers, split constants in ms, and the lane's counters."""
+        """State, workers, a large job's ms by kernels where they were tried, split constants in ms, counters."""
         counters = {k: v for k, v in self._lane.stats().items() if k != "parked"}
         state = {"on": self._off is None, "off_because": self._off, "rebuilds": self._rebuilds}
-        shape = {"workers": int(self._lane.threads), "isa": str(self._lane.isa)}
+        raced = {isa: round(ns / 1e6, 4) for isa, ns in self._raced_ns.items()}
+        shape = {"workers": int(self._lane.threads), "isa": str(self._lane.isa), "raced_ms": raced}
         return {**state, **shape, **(self.costs.as_ms() if self.costs else {}), **counters}
 
     def close(self, stream: int) -> None:

@@ -9,15 +9,18 @@
            value counts
   g        what the experts in VRAM keep the GPU busy for: their launches (`LAUNCH_NS`) and a token's picks read at the
            speed of a copy within VRAM; an upper bound, since some picks miss
-Times are nanoseconds. Costs: twice BUDGET_S and the copies, a second and a half, longer on a host that is slow or busy
-(each kind of job runs LEAST_ROUNDS times whatever it takes); every job reads other experts, so that none is in a cache.
+Before that, the AVX-512 kernels take turns at large jobs (`race`): which are the fastest depends on the processor, and
+on what all workers at once leave of its clock, its ports and its memory; the results are the same.
+Times are nanoseconds. Costs: twice BUDGET_S, the copies and the race, about two seconds, longer on a host that is slow
+or busy (each kind of job runs LEAST_ROUNDS times whatever it takes); every job reads other experts, so that none is in
+a cache.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from statistics import linear_regression
 from typing import Any, Protocol
@@ -33,6 +36,8 @@ LAUNCH_NS = 15_000
 ROUNDS, LEAST_ROUNDS, BUDGET_S = 12, 3, 0.6
 ROWS = 4
 """Rows of the jobs that tell B_row: what decodes together by default."""
+RACE_JOBS, RACE_TURNS, CLEARLY = 8, 2, 0.97
+"""Of kernels that could serve: large jobs a turn, turns, and how much less time decides against the one before."""
 COPIES, MOST_COPIES = 16, 256
 MOST_NS = 1_000_000_000
 """The split's largest constant."""
@@ -103,6 +108,13 @@ class LaneTimer:
             raise EngineError(f"the CPU lane failed while it was measured: {why}")
         return spent
 
+    def large_job_ns(self) -> float:
+        """What a job of a token's experts takes, once the processor's clock has settled."""
+        most = min(self._top_k, self._experts)
+        self._lane.wake()
+        times = [self.job_ns(most, 1) for _ in range(2 * RACE_JOBS)]
+        return lower_quartile(times[RACE_JOBS:])
+
     def measure(self, budget_s: float = BUDGET_S, beside: Beside | None = None) -> tuple[int, int, int]:
         """A, B and B_row; `beside` keeps the other lane busy during each job."""
         most = min(self._top_k, self._experts)
@@ -121,6 +133,19 @@ class LaneTimer:
                 if beside is not None:
                     beside.end()
         return fit({shape: lower_quartile(found) for shape, found in times.items()})
+
+
+def race(names: Sequence[str], large_job_ns: Callable[[str], float]) -> tuple[str, dict[str, int]]:
+    """The first of `names`, or one behind it that is clearly faster, and the best time of each, ns. They take turns."""
+    best = dict.fromkeys(names, MOST_NS)
+    for _ in range(RACE_TURNS):
+        for name in names:
+            best[name] = min(best[name], round(large_job_ns(name)))
+    chosen = names[0]
+    for name in names[1:]:
+        if best[name] < CLEARLY * best[chosen]:
+            chosen = name
+    return chosen, best
 
 
 def lower_quartile(times: list[int]) -> float:
