@@ -11,6 +11,8 @@ Replaced, on instances only (no class of exllamav3 changes):
   `Embedding.forward`, `.prepare_for_device`  where a step's ids may come from the GPU: those are looked up there
   `g_tensor_cache.get_bucketed` remembers what it gave for the same arguments: it makes a name of them each time, which
                                 is most of what a decode step's Python does around the hyper-connections
+  `MLAttention._update_pool_plane`  of layers whose keys are pooled: with several streams it waited for all that was
+                                queued on the GPU, to put one number there
   `Model.forward`, `.prefill`   bracketed, so that a long prompt's staging can begin before its first layer
 States of a Patch: new -> installed (`install`) -> undone (`undo`). A model carries at most one patch.
 """
@@ -22,6 +24,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType, MethodType
 from typing import Any
 
 from .errors import DeviceError, EngineError
@@ -79,15 +82,13 @@ def verify_module(exllamav3: Any) -> None:
         raise DeviceError(
             f"exllamav3 {version} is installed, glm53 is made for {VERSION}: pip install exllamav3=={VERSION}"
         )
-    moe, routing, stc = (
-        part("modules.block_sparse_mlp"),
-        part("modules.block_sparse_mlp_routing"),
-        part("loader.safetensors"),
-    )
-    buffers = part("util.tensor").GTensorCache
+    moe, routing = part("modules.block_sparse_mlp"), part("modules.block_sparse_mlp_routing")
+    buffers, stc = part("util.tensor").GTensorCache, part("loader.safetensors")
+    pools = part("modules.mla_attn").MLAttention._update_pool_plane
     expected = {
         "routing_dots": (routing.routing_dots, ["bsz", "cfg", "y", "params"]),
         "GTensorCache.get_bucketed": (buffers.get_bucketed, ["self", "device", "numel", "dtype", "x"]),
+        "MLAttention._update_pool_plane": (pools, ["self", "idx_layer", "block_table", "host_seqlens", "seqlen"]),
         "BlockSparseMLP.forward": (moe.BlockSparseMLP.forward, ["self", "x", "params", "out_dtype"]),
         "Model.forward": (exllamav3.Model.forward, ["self", "input_ids", "params"]),
         "Model.prefill": (exllamav3.Model.prefill, ["self", "input_ids", "params"]),
@@ -273,6 +274,27 @@ def _remembered(get_bucketed: Any) -> Any:
     return remembered
 
 
+class _Torch:
+    """torch as code of exllamav3's sees it that puts a single number on the GPU: by a kernel instead of a copy from
+    pageable memory, which waits for all that is queued."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        return getattr(torch, name)
+
+    def tensor(self, data: list[int], dtype: Any, device: Any) -> Any:
+        [number] = data
+        return self.full((1,), number, dtype=dtype, device=device)
+
+
+def _unwaiting(method: Any) -> Any:
+    """The same code over that torch."""
+    function = method.__func__
+    names = {**function.__globals__, "torch": _Torch()}
+    return MethodType(FunctionType(function.__code__, names, function.__name__), method.__self__)
+
+
 class Patch:
     """The hooks of one loaded model. Use `install` and `undo`."""
 
@@ -308,6 +330,9 @@ class Patch:
                 prepare, forward = _looked_up(embedding, self._lookup)
                 self._replace(embedding, "prepare_for_device", prepare)
                 self._replace(embedding, "forward", forward)
+            for module in self._model:
+                if getattr(module, "index_kpool", 0):
+                    self._replace(module, "_update_pool_plane", _unwaiting(module._update_pool_plane))
             if self._buffers is not None:
                 self._replace(self._buffers, "get_bucketed", _remembered(self._buffers.get_bucketed))
             for name, layers in (

@@ -106,6 +106,29 @@ def test_small_buffers_are_remembered_by_what_they_were_asked_for(exllamav3: Any
     assert buffers.get_bucketed(cpu, 40, torch.half, "hc_post") is not first
 
 
+def test_a_pool_of_keys_that_is_full_makes_the_host_wait_for_nothing(
+    exllamav3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.tensor copies to a GPU from pageable memory, which waits for all that is queued there."""
+    from exllamav3.modules.mla_attn import MLAttention
+
+    model, attention = make_model(exllamav3), MLAttention()
+    monkeypatch.setattr(type(model), "__iter__", lambda self: iter([*self.moe, attention, self.head]))
+    patch = hooks.Patch(model, model.moe, lambda *a: None, lambda *a: nullcontext())
+    table, stock, ours = torch.zeros(2), [], []  # type: Any, Any, Any
+    attention._update_pool_plane(stock, table, [5, 7, 11], 1)
+    patch.install()
+    with monkeypatch.context() as waits:
+        waits.setattr(torch, "tensor", lambda *a, **k: pytest.fail("the host waits"))
+        attention._update_pool_plane(ours, table, [5, 7, 11], 1)
+    assert [(a, int(n), n.dtype, n.shape, r.tolist()) for a, n, r in ours] == [
+        (a, int(n), n.dtype, n.shape, r.tolist()) for a, n, r in stock
+    ]
+    assert [int(n) for _, n, _ in ours] == [1, 2]
+    patch.undo()
+    assert not vars(attention)
+
+
 def test_calls_of_single_experts_are_bracketed_and_the_others_are_not(exllamav3: Any) -> None:
     model, seen = make_model(exllamav3), []
     native = [m.bc for m in model.moe]
