@@ -21,7 +21,7 @@ from exllama_helpers import collect, make_settings, use_fakes
 from tiny_checkpoint import TINY
 
 from glm53 import hooks
-from glm53.engine.exllama import ExllamaEngine, passes, tools
+from glm53.engine.exllama import ExllamaEngine, passes, tools, warm
 from glm53.engine.exllama.loader import LoadOptions, load, slot_count
 from glm53.engine.exllama.passes import Upkeep
 from glm53.engine.protocol import GenerationRequest, SamplingParams
@@ -504,6 +504,18 @@ def test_without_exllamav3_the_experts_that_were_being_read_are_let_go(
         engines()
     gc.collect()
     assert cuda.device.pinned_bytes == 0
+
+
+def test_a_load_that_fails_behind_its_hooks_undoes_them(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them is not on the model but on what all models of the process share."""
+    import exllamav3
+
+    buffers = hooks.shared_buffers(exllamav3)
+    with monkeypatch.context() as failing:
+        failing.setattr(warm, "load", lambda *a: pytest.fail(f"hooked: {'get_bucketed' in vars(buffers)}"))
+        with pytest.raises(pytest.fail.Exception, match="hooked: True"):
+            engines()
+    assert "get_bucketed" not in vars(buffers)
 
 
 def test_a_failed_load_leaves_nothing_patched(engines: Any) -> None:

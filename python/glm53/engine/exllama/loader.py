@@ -239,6 +239,7 @@ class _Loading:
     draft: Draft | None = None
     tokens: TokenTable | None = None
     tokenizer: Any = None
+    patch: Patch | None = None
 
     def run(self, checkpoint: Checkpoint, progress: Progress) -> Loaded:
         settings, store = self.settings, self.store
@@ -272,6 +273,8 @@ class _Loading:
             progress("expert cache", 0.0)
             return self._with_cache(config, model, cache, modules, tier)
         except BaseException:
+            if self.patch is not None:
+                self.patch.undo()
             if self.tokens is not None:
                 self.tokens.close()
             model.unload()
@@ -351,11 +354,11 @@ class _Loading:
             single = SingleExperts(runtime, modules, self.store.layout, passes.counts)
         route, combine = (passes.route_split, passes.combine) if splits else (passes.route, None)
         buffers = shared_buffers(self.exllamav3)
-        patch = Patch(
+        self.patch = Patch(
             model, modules, route, passes.bracket, combine, single=single, lookup=self.tokens, buffers=buffers
         )
-        patch.install()
-        return patch
+        self.patch.install()
+        return self.patch
 
     def _runtime(self, modules: list[Any], slots: int) -> Any:
         from ... import _core
