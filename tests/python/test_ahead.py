@@ -26,6 +26,7 @@ class Job:
         self.filters, self.embeddings, self.forced_ids, self.recurrent_state = [], [], None, object()  # type: Any
         self.return_logits = self.return_probs = self.return_top_tokens = False
         self.sampler, self.banned_strings_utf32_offsets = SimpleNamespace(reqs_past_ids=False), None
+        self.stop_tokens, self.stop_strings, self.loop_detector = {STOP}, set(), None  # type: Any, Any, Any
         self.drawn, self.written, self.released = 0, [], False  # type: int, list[int], bool
         vars(self).update(changes)
 
@@ -183,26 +184,54 @@ def test_a_stream_that_could_start_and_drafts_and_lent_slots_have_exllamav3s_own
     assert (g.log, ahead.steps) == (["own"], 0)
 
 
-@pytest.mark.parametrize(("streams", "together", "steps"), [(1, False, 1), (2, False, 0), (2, True, 1)])
-def test_in_exact_mode_only_a_stream_alone_is_ahead(streams: int, together: bool, steps: int) -> None:
-    """A stop token of one stream would leave its row beside the others' for a step, which stock's step has not."""
-    g, ahead, _ = ahead_of(*(Job([11 + i, 21 + i]) for i in range(streams)), together=together)
+def followed(monkeypatch: pytest.MonkeyPatch, ahead: RunAhead) -> list[str]:
+    """In which order steps are queued, waited for and told."""
+    order: list[str] = []
+    queue, read = ahead._queue, ahead._read
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: order.append("wait"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(ahead, "_queue", lambda *a: (order.append("queue"), queue(*a))[1])
+    monkeypatch.setattr(ahead, "_read", lambda *a: (read(*a), order.append("told"))[0])
+    return order
+
+
+def test_in_exact_mode_several_streams_go_on_once_their_tokens_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ahead of a stop token the other streams' rows would be computed beside one that stock's step has not."""
+    a, b = Job([11, 12, STOP, 14]), Job([21, 22, 23, 24, 25])
+    g, ahead, _ = ahead_of(a, b, together=False)
+    order = followed(monkeypatch, ahead)
+    assert g.iterate_gen([]) is None
+    assert order == ["queue", "wait", "queue", "wait", "told"]
+    assert g.log[1] == ([11, 21], [5, 5])
+    g.iterate()
+    g.iterate()
+    assert (g.active_jobs, a.got, len(g.log)) == ([b], [11, 12, STOP], 3)
+    assert not ahead.unread
+    order.clear()
     g.iterate_gen([])
-    assert ahead.steps == steps
+    assert g.log[3:] == [([23], [7]), ([24], [8])]
+    assert order == ["queue", "queue", "wait", "told"]  # alone: before its token is there
 
 
-def test_a_lane_that_was_given_up_leaves_what_exact_mode_does() -> None:
+@pytest.mark.parametrize("change", [{"stop_strings": {"no"}}, {"loop_detector": object()}])
+def test_in_exact_mode_streams_that_may_stop_by_their_text_wait_for_it(change: dict[str, Any]) -> None:
+    g, ahead, _ = ahead_of(Job([11, 12]), Job([21, 22], **change), together=False)
+    g.iterate_gen([])
+    assert (ahead.steps, len(g.log)) == (0, 1)
+
+
+def test_a_lane_that_was_given_up_leaves_what_exact_mode_does(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = SimpleNamespace(settled=True, await_half=lambda: None, begins=lambda: None, lane="a lane")
     loaded: Any = SimpleNamespace(tokens=1, draft=None, passes=passes)
     generator: Any = Generator(*(Job([11 + i] * 9) for i in range(2)))
     ahead = run_ahead(generator, loaded)
     assert ahead is not None
+    order = followed(monkeypatch, ahead)
     generator.iterate()
-    assert (ahead.steps, ahead.unread) == (1, True)
+    assert order == ["queue", "queue", "wait", "told"]
     passes.lane = None
     generator.iterate()
-    generator.iterate()
-    assert (ahead.steps, ahead.unread) == (1, False)
+    assert order[4:] == ["wait", "queue", "wait", "told"]
 
 
 def test_a_step_whose_streams_have_all_gone_is_unread_until_the_next_one() -> None:

@@ -94,7 +94,7 @@ class Event:
 class Asked:
     """A generator with or without steps queued ahead, and what its jobs told."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, *, ahead: bool) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, *, ahead: bool, together: bool = True) -> None:
         self.ex = import_generator(FOLDER, patch)
         self.model = Model()
         patch.setattr(torch.cuda, "Event", lambda: Event(self.model))
@@ -110,7 +110,10 @@ class Asked:
             begins=lambda: self.model.log.append(("begins", None)),
         )
         self.waiting = False
-        self.ahead = RunAhead(self.generator, self.passes, lambda: True, lambda: self.waiting) if ahead else None  # type: ignore[arg-type]
+        self.ahead: RunAhead | None = None
+        if ahead:
+            passes: Any = self.passes
+            self.ahead = RunAhead(self.generator, passes, lambda: together, lambda: self.waiting)
         self.drained, drain = 0, self.generator.on_queue_drained
 
         def on_queue_drained() -> None:
@@ -150,13 +153,15 @@ class Asked:
         raise AssertionError("it never ends")
 
 
-def both(case: Callable[[Asked], dict[int, list[Any]]]) -> tuple[Asked, dict[int, list[Any]], dict[int, list[Any]]]:
+def both(
+    case: Callable[[Asked], dict[int, list[Any]]], together: bool = True
+) -> tuple[Asked, dict[int, list[Any]], dict[int, list[Any]]]:
     """One that ran ahead, what it told, and what exllamav3 alone tells."""
     with pytest.MonkeyPatch.context() as patch:
         other = Asked(patch, ahead=False)
         alone = case(other)
     with pytest.MonkeyPatch.context() as patch:
-        asked = Asked(patch, ahead=True)
+        asked = Asked(patch, ahead=True, together=together)
         told = case(asked)
         assert asked.drained == other.drained > 0
         return asked, told, alone
@@ -191,6 +196,23 @@ def test_streams_that_come_stop_and_end_at_any_time_tell_what_they_do_alone() ->
     assert {t[-1][1]["eos_reason"] for t in told.values()} == {"stop_token", "max_new_tokens"}
     assert asked.ahead is not None
     assert asked.ahead.steps > 200
+
+
+def test_in_exact_mode_the_steps_of_several_streams_are_stocks() -> None:
+    """Row for row: none is computed beside a stream that has stopped; but a step is queued before the last is told."""
+    models: list[Model] = []
+
+    def case(a: Asked) -> dict[int, list[Any]]:
+        models.append(a.model)
+        return a.run({0: [a.job(i, [i] * i, 300, stop_conditions=[20, 21]) for i in range(20, 32)]})
+
+    asked, told, alone = both(case, together=False)
+    assert told == alone
+    ours, stocks = ([at for what, at in m.log if what == "queued" and len(at) > 1] for m in reversed(models))
+    assert ours == stocks
+    assert len(ours) > 100
+    assert asked.ahead is not None
+    assert asked.ahead.steps > 100
 
 
 def test_pages_states_and_rounds_are_kept_as_without() -> None:

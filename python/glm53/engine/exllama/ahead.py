@@ -8,7 +8,8 @@ at the end of a page (its hash, a kept KDA state), before a limit, while a promp
 are lent. For streams with grammars, penalties or log-probabilities exllamav3's own step runs. A stop token is seen one
 step late: the row that this step has too many is dropped, and what it wrote lies behind the tokens that its page is
 known to hold. The other rows of that step were computed beside it, which stock's are not, and the last bits of a row
-may depend on how many there are: exact mode runs ahead with one stream only.
+may depend on how many there are. So in exact mode several streams wait for their tokens, and if none is a stop token
+the next step is queued before these are handed out.
 
 Replaced, on the generator's instance: `iterate` and `iterate_gen`.
 States of a RunAhead: level (every queued step has been read; exllamav3's `iterate` runs) -> ahead (one has not). Only
@@ -126,11 +127,10 @@ class RunAhead:
         self._advance(self._queue(list(jobs), None), results)
 
     def _advance(self, step: _Step, results: list[dict[str, Any]]) -> None:
-        """Queue what follows `step` if that may be done before its tokens are known, then read them."""
+        """Queue what follows `step` if that may be done before its tokens are told, then read them."""
         self._queued = following = None
-        if self._may_follow(step):
-            self._passes.await_half()
-            following = None if self._waiting() else self._queue(step.jobs, step)
+        if self._may_follow(step) and self._awaited(step) and not self._waiting():
+            following = self._queue(step.jobs, step)
         self._read(step, results, following is not None)
         self._queued = following
 
@@ -150,7 +150,6 @@ class RunAhead:
         """The step behind `step` has the same streams, in the pages they are in, whatever they draw but stop tokens."""
         return (
             step.jobs == self._generator.active_jobs
-            and (len(step.jobs) == 1 or self._together())
             and self._steady()
             and all(
                 job.new_tokens + 1 < job.max_new_tokens
@@ -158,6 +157,18 @@ class RunAhead:
                 and (job.sequences[0].kv_position + 1) % PAGE_TOKENS
                 for job in step.jobs
             )
+        )
+
+    def _awaited(self, step: _Step) -> bool:
+        """Wait until `step` is half done or, where a row too many may change the others, until its tokens are there;
+        whether the next step may be queued then."""
+        if len(step.jobs) == 1 or self._together():
+            self._passes.await_half()
+            return True
+        step.read.synchronize()
+        return not any(
+            token in job.stop_tokens or job.stop_strings or job.loop_detector
+            for job, token in zip(step.jobs, step.drawn[:, 0].tolist(), strict=True)
         )
 
     @torch.inference_mode()
