@@ -124,13 +124,18 @@ class RunAhead:
         if draft_tokens is not None or not self._steady() or not all(_in_round(job, 1) for job in jobs):
             self._decode(results, draft_tokens)
             return
-        self._advance(self._queue(list(jobs), None), results)
+        fed = [job.get_input_ids_list(add_to_cache=True)[0] for job in jobs]
+        ids = torch.cat(fed, out=self._buffers[0].fed[: len(jobs)])
+        self._advance(self._queue(list(jobs), ids, self._params(jobs, 0)), results)
 
     def _advance(self, step: _Step, results: list[dict[str, Any]]) -> None:
         """Queue what follows `step` if that may be done before its tokens are told, then read them."""
         self._queued = following = None
-        if self._may_follow(step) and self._awaited(step) and not self._waiting():
-            following = self._queue(step.jobs, step)
+        if self._may_follow(step):
+            params = self._params(step.jobs, 1)
+            if self._awaited(step) and not self._waiting():
+                following = self._queue(step.jobs, step.ids, params)
+                self.steps += 1
         self._read(step, results, following is not None)
         self._queued = following
 
@@ -172,18 +177,10 @@ class RunAhead:
         )
 
     @torch.inference_mode()
-    def _queue(self, jobs: list[Any], before: _Step | None) -> _Step:
-        """Queue a step of `jobs`, behind `before` if that has not been read."""
-        g = self._generator
-        buffers = self._buffers[0]
-        self._buffers.reverse()  # no step is queued before the last but one was read: its buffers are free
-        params = self._params(jobs, buffers, 0 if before is None else 1)
-        if before is None:
-            ids = buffers.fed[: len(jobs)]
-            torch.cat([job.get_input_ids_list(add_to_cache=True)[0] for job in jobs], out=ids)
-        else:
-            ids = before.ids
-            self.steps += 1
+    def _queue(self, jobs: list[Any], ids: torch.Tensor, params: dict[str, Any]) -> _Step:
+        """Queue a step of `jobs`; ids: what they are fed, (streams, 1); params: `_params`, made since the last step."""
+        g, buffers = self._generator, self._buffers[0]
+        self._buffers.reverse()
         logits = g.model.forward(input_ids=ids, params=params)
         drawn = [job.receive_logits(logits[row : row + 1])[0].view(1, 1) for row, job in enumerate(jobs)]
         found, host = torch.cat(drawn), buffers.drawn[: len(jobs)]
@@ -192,9 +189,11 @@ class RunAhead:
         read.record()
         return _Step(jobs, found, host, read)
 
-    def _params(self, jobs: list[Any], buffers: _Buffers, unread: int) -> dict[str, Any]:
-        """What exllamav3's generator gives to a decode step; unread: tokens of each stream it does not know yet."""
-        g = self._generator
+    @torch.inference_mode()
+    def _params(self, jobs: list[Any], unread: int) -> dict[str, Any]:
+        """What exllamav3's generator gives to a decode step; unread: tokens of each stream it does not know yet. In
+        buffers that are free, for the last step but one has been read."""
+        g, buffers = self._generator, self._buffers[0]
         lengths = [job.sequences[0].kv_position + unread for job in jobs]
         seqlens = buffers.lengths[: len(jobs)]
         seqlens.copy_(torch.tensor(lengths, dtype=torch.int32))
