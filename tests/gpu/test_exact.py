@@ -143,8 +143,7 @@ def test_the_host_waits_for_nothing_inside_a_decode_steps_moe_layers(
 
 @pytest.mark.parametrize("streams", [1, 4])
 def test_steps_queued_ahead_draw_what_steps_that_wait_draw(ours: Ours, streams: int) -> None:
-    """Over the end of a page of the KV cache; a stop token where one stream alone is read makes no other batch. Four
-    wait for each other's stop tokens in exact mode."""
+    """Over the end of a page of the KV cache; with a stop token too, behind which nothing is ahead in exact mode."""
     if ours.ahead is None:
         pytest.skip("left out by --without")
     vocab, steps = ours.loaded.vocab_size, 100
@@ -159,15 +158,17 @@ def test_steps_queued_ahead_draw_what_steps_that_wait_draw(ours: Ours, streams: 
             ahead.append(ours.ahead.steps - before)
         assert drawn[0] == drawn[1]
         assert all(len(ids) == steps for ids in drawn[0])
-        assert ahead[0] >= steps - 4 if streams == 1 else ahead[0] == 0
+        assert ahead[0] >= steps - 3 - streams  # each reaches the end of a page once
         assert ahead[1] == 0
-        if streams == 1:
-            stop = drawn[0][0][60]
-            more = {"sampler": sampler, "seed": 5, "stop_conditions": [stop]}
-            for on in (False, True):
-                ours.ahead.on = on
-                [found] = greedy(ours.exllamav3, ours.generator, prompts, steps, **more)
-                assert found == drawn[0][0][: drawn[0][0].index(stop) + 1]
+        stop = drawn[0][0][60]
+        more = {"sampler": sampler, "seed": 5, "stop_conditions": [stop]}
+        found = []
+        for on in (False, True):
+            ours.ahead.on = on
+            found.append(greedy(ours.exllamav3, ours.generator, prompts, steps, **more))
+        assert found[0] == found[1]
+        if streams == 1:  # of several another may stop first, which leaves other rows beside it
+            assert found[0][0] == drawn[0][0][: drawn[0][0].index(stop) + 1]
     finally:
         ours.ahead.on = True
     assert ours.runtime.verify(0) == []
