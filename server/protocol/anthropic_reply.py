@@ -5,10 +5,11 @@ A reply's blocks follow each other: at most one is open, and opening the next cl
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterable
 from typing import Any
+
+import orjson
 
 from .events import Answer, ContentText, Done, Event, Part, ReasoningText, ToolCallArgs, ToolCallEnd, ToolCallStart
 from .sse import frame
@@ -39,7 +40,7 @@ class MessagesReply:
         self._done: Done | None = None
 
     def whole(self, answer: Answer, counts: TokenCounts) -> dict[str, Any]:
-        """The message object."""
+        """The message object, for orjson."""
         content = [_block(part) for part in answer.parts]
         return {**self._head, "content": content, **stop_of(answer.done), "usage": counts.anthropic()}
 
@@ -97,7 +98,10 @@ def _block(part: Part) -> dict[str, Any]:
         return {"type": "thinking", "thinking": part.text, "signature": ""}
     if isinstance(part, ContentText):
         return {"type": "text", "text": part.text}
-    return {"type": "tool_use", "id": part.id, "name": part.name, "input": json.loads(part.arguments)}
+    arguments = orjson.Fragment(
+        part.arguments
+    )  # as written: what the model made need not fit orjson's numbers or depth
+    return {"type": "tool_use", "id": part.id, "name": part.name, "input": arguments}
 
 
 def _event(payload: dict[str, Any]) -> bytes:

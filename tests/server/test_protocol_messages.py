@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import orjson
 import pytest
 from protocol_helpers import TOOLS1, TOOLS1_RAW, events_of, splits
 
-from glm53.chat import render, to_text
+from glm53.chat import parse_tools, render, to_text
 from glm53.errors import RequestError
 from glm53.server.protocol.anthropic import parse_messages
 from glm53.server.protocol.anthropic_reply import MessagesReply
@@ -151,7 +152,9 @@ def frames(data: bytes) -> list[dict[str, Any]]:
     return out
 
 
-DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
+def sent(message: dict[str, Any]) -> dict[str, Any]:
+    """The message as a client reads it."""
+    return json.loads(orjson.dumps(message))
 
 
 def rebuild(payloads: list[dict[str, Any]]) -> dict[str, Any]:
@@ -202,7 +205,7 @@ def test_stream_is_the_message(model: str, end: str, options: Any) -> None:
     for pieces in splits(model):
         events = events_of(pieces, end, **options)
         reply = MessagesReply("m")
-        whole = reply.whole(collect(events), COUNTS)
+        whole = sent(reply.whole(collect(events), COUNTS))
         data = reply.begin(TokenCounts(prompt=10)) + b"".join(reply.events([e]) for e in events) + reply.end(COUNTS)
         payloads = frames(data)
         assert [payloads[0]["type"], payloads[-1]["type"]] == ["message_start", "message_stop"]
@@ -211,13 +214,25 @@ def test_stream_is_the_message(model: str, end: str, options: Any) -> None:
 
 def test_message_fields() -> None:
     answers = [collect(events_of([m], end, **options)) for m, end, options in MODELS]
-    messages = [MessagesReply("m").whole(a, COUNTS) for a in answers]
+    messages = [sent(MessagesReply("m").whole(a, COUNTS)) for a in answers]
     assert [m["stop_reason"] for m in messages] == ["end_turn", "tool_use", "max_tokens", "end_turn", "stop_sequence"]
     assert messages[4]["stop_sequence"] == "STOP"
     assert [b["type"] for b in messages[1]["content"]] == ["thinking", "text", "tool_use", "tool_use"]
     assert messages[1]["content"][2]["input"] == {"mode": 4}
     usage = messages[0]["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (6, 4, 3)
+
+
+@pytest.mark.parametrize("value", ["123456789012345678901234567890", "[" * 300 + "]" * 300, "-9223372036854775809"])
+def test_arguments_that_orjson_cannot_write(value: str) -> None:
+    """JSON has numbers and depths of any size, and a model writes them."""
+    tool = {"type": "function", "function": {"name": "f"}}
+    model = f"</think><tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
+    events = events_of([model], "obs", tools=parse_tools([tool]))
+    reply = MessagesReply("m")
+    whole = sent(reply.whole(collect(events), COUNTS))
+    assert whole["content"][0]["input"] == {"a": json.loads(value)}
+    assert rebuild(frames(reply.begin(COUNTS) + reply.events(events)))["content"] == whole["content"]
 
 
 def test_cut_call_is_not_a_complete_block() -> None:
@@ -241,7 +256,7 @@ def test_anthropic_sdk_types(model: str, end: str, options: Any) -> None:
     pydantic = pytest.importorskip("pydantic")
     events = events_of([model], end, **options)
     reply = MessagesReply("m")
-    types.Message.model_validate(reply.whole(collect(events), COUNTS))
+    types.Message.model_validate(sent(reply.whole(collect(events), COUNTS)))
     adapter = pydantic.TypeAdapter(types.RawMessageStreamEvent)
     for payload in frames(reply.begin(COUNTS) + reply.events(events) + reply.end(COUNTS)):
         adapter.validate_python(payload)
