@@ -128,33 +128,57 @@ class States(dict[Any, Any]):
         pass
 
 
-class Cache:
+class BaseCache:
+    """What a generator asks of a cache beside its states, which `get_new_state` and `resumed` make."""
+
     initialized = True
-    recurrent_state_cls = State
+    recurrent_state_cls: Any
 
-    def __init__(self, model: Any, tokens: int, slots: int) -> None:
-        self._model, self.max_num_tokens, self.num_slots = model, tokens, slots
+    def __init__(self, tokens: int, slots: int) -> None:
+        self.max_num_tokens, self.num_slots = tokens, slots
 
-    def get_new_state(self) -> State:
-        return State(self._model.new_state())
-
-    def new_from_stashed(self, stashed: dict[str, Any], position: int) -> State:
+    def new_from_stashed(self, stashed: dict[str, Any], position: int) -> Any:
         assert stashed["position"] == position
-        return State(stashed["state"].resume(), position)
+        return self.resumed(stashed)
+
+    def resumed(self, stashed: dict[str, Any]) -> Any:
+        raise NotImplementedError
 
     def reset_states(self) -> None:
         pass
 
 
-class Model:
-    """The forward passes of a generator, in float16 logits as on a GPU."""
+class Cache(BaseCache):
+    recurrent_state_cls = State
+
+    def __init__(self, model: Any, tokens: int, slots: int) -> None:
+        super().__init__(tokens, slots)
+        self._model = model
+
+    def get_new_state(self) -> State:
+        return State(self._model.new_state())
+
+    def resumed(self, stashed: dict[str, Any]) -> State:
+        return State(stashed["state"].resume(), stashed["position"])
+
+
+class BaseModel:
+    """What a generator asks of a model beside its passes."""
 
     caps = {"recurrent_states": True}  # noqa: RUF012
     loaded_tp = False
     output_device = "cpu"
 
+    def __init__(self, vocab_size: int) -> None:
+        self.config = SimpleNamespace(vocab_size=vocab_size, infer_params=None)
+
+
+class Model(BaseModel):
+    """The forward passes of a generator, in float16 logits as on a GPU."""
+
     def __init__(self, model: Any, vocab_size: int) -> None:
-        self.cpu, self.config = model, SimpleNamespace(vocab_size=vocab_size, infer_params=None)
+        super().__init__(vocab_size)
+        self.cpu = model
 
     def forward(self, input_ids: torch.Tensor, params: dict[str, Any]) -> torch.Tensor:
         states: list[State] = params["recurrent_states"]

@@ -7,35 +7,28 @@ stream with the right state. Skipped unless GLM53_EXLLAMAV3 names the unpacked w
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from generator_fixtures import exllamav3_folder
 from real_generator import import_generator
+from toy_generator import PAGE, ToyCache, ToyModel, ToyTokenizer, mix
 
 from glm53.engine.exllama import mtp
 from glm53.engine.exllama.draft_policy import MAX_ROWS, DraftPolicy, PolicySettings
 
-FOLDER = os.environ.get("GLM53_EXLLAMAV3", "")
-if not FOLDER:
-    pytest.skip("GLM53_EXLLAMAV3 names no folder with exllamav3's source", allow_module_level=True)
+FOLDER = exllamav3_folder()
 
-VOCAB, PAGE, TOKENS = 512, 256, 8192
+VOCAB, TOKENS = 512, 8192
 PROMPTS = (
     list(range(1, 40)),
     [9, 8],
     [(i * 37) % 500 for i in range(700)],
     [(i * 11) % 500 for i in range(300)],
 )
-
-
-def mix(state: int, token: int) -> int:
-    """The hash of one more token; exact in float32."""
-    return (state * 31 + token * 7 + 1) % 1000003
 
 
 def following(state: int) -> int:
@@ -80,43 +73,27 @@ class State:
     def stash(self) -> dict[str, Any]:
         return {"checkpoint_size": 1, "position": self.position, "tokens": tuple(self.tokens)}
 
+    @classmethod
+    def resumed(cls, stashed: dict[str, Any]) -> State:
+        return cls(stashed["tokens"])
+
     def free(self) -> None:
         pass
 
 
-class Cache:
-    initialized = True
-    recurrent_state_cls = State
-    num_slots, max_num_tokens = 4, TOKENS
-
+class Cache(ToyCache):
     def __init__(self, history: int) -> None:
+        super().__init__(State, TOKENS, 4)
         self.max_history = history
-        self.cells: dict[tuple[int, int], tuple[int, int]] = {}
-
-    def get_new_state(self) -> State:
-        return State()
-
-    def new_from_stashed(self, stashed: dict[str, Any], position: int) -> State:
-        assert stashed["position"] == position
-        return State(stashed["tokens"])
-
-    def reset_states(self) -> None:
-        pass
-
-    def copy_page(self, target: Any, source: int, to: int, count: int) -> None:
-        self.cells |= {(to, i): self.cells[source, i] for i in range(count) if (source, i) in self.cells}
 
 
-class Model:
-    caps = {"recurrent_states": True}  # noqa: RUF012
-    loaded_tp = False
-    output_device = "cpu"
+class Model(ToyModel):
     logit_layer_idx = 0
     modules = (SimpleNamespace(prepare_for_device=lambda state, params: state),)
 
     def __init__(self, cache: Cache) -> None:
-        self.config = SimpleNamespace(vocab_size=VOCAB, infer_params=None)
-        self.cache, self.rows = cache, [0]
+        super().__init__(cache, VOCAB)
+        self.rows = [0]
 
     def forward(self, input_ids: torch.Tensor, params: dict[str, Any]) -> torch.Tensor:
         streams, count = input_ids.shape
@@ -193,16 +170,6 @@ class Mtp:
         return torch.tensor(ids)[:, None]
 
 
-class Tokenizer:
-    actual_vocab_size = VOCAB
-
-    def get_id_to_piece_list(self, include_special_tokens: bool = False) -> list[str]:
-        return [f"<{i}>" for i in range(VOCAB)]
-
-    def decode(self, ids: torch.Tensor, decode_special_tokens: bool = False) -> list[str]:
-        return ["".join(f"<{i}>" for i in ids[0].tolist())]
-
-
 class When(DraftPolicy):
     """Drafts in the steps (counted from 1) that `steps` says."""
 
@@ -222,12 +189,12 @@ class Asked:
     """A generator with drafts."""
 
     def __init__(self, patch: pytest.MonkeyPatch, tokens: int, policy: DraftPolicy, wrong_every: int = 0) -> None:
-        self.exllamav3 = import_generator(Path(FOLDER), patch)
+        self.exllamav3 = import_generator(FOLDER, patch)
         self.model, self.mtp = Model(Cache(tokens)), Mtp(wrong_every)
         draft: Any = SimpleNamespace(model=self.mtp, cache=Cache(0), tokens=tokens)
         self.drafting = mtp.Drafting(draft, policy)
         self.generator = self.exllamav3.Generator(
-            self.model, self.model.cache, Tokenizer(), max_batch_size=4, max_chunk_size=512,
+            self.model, self.model.cache, ToyTokenizer(VOCAB), max_batch_size=4, max_chunk_size=512,
             recurrent_cache_size=1 << 20, **mtp.generator_arguments(draft),
         )  # fmt: skip
         self.drafting.attach(self.generator)

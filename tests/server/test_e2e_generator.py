@@ -4,16 +4,14 @@ our requests. Skipped unless GLM53_EXLLAMAV3 names the unpacked wheel, see `real
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_cases import *  # noqa: F403
 from engine_cases import GENERATE, PROMPT, golden_dir
 from engine_chat_cases import *  # noqa: F403
-from generator_fixtures import forget, reuse_rounding  # noqa: F401
+from generator_fixtures import exllamav3_folder, forget, reuse_rounding  # noqa: F401
 from live_server import LiveServer, start_server
 
 from glm53.config import Settings
@@ -21,9 +19,7 @@ from glm53.engine.exllama import jobs
 from glm53.server.app import ServerOptions
 from glm53.tokenizer import Tokenizer
 
-FOLDER = os.environ.get("GLM53_EXLLAMAV3", "")
-if not FOLDER:
-    pytest.skip("GLM53_EXLLAMAV3 names no folder with exllamav3's source", allow_module_level=True)
+FOLDER = exllamav3_folder()
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +31,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     state = tmp_path_factory.mktemp("state")
     settings = Settings(model_dir=golden_dir(), mode="exact", state_dir=state, cache_tokens=8192)
     with pytest.MonkeyPatch.context() as patch:
-        exllamav3 = import_generator(Path(FOLDER), patch)
+        exllamav3 = import_generator(FOLDER, patch)
         model = cpu_model(golden_dir())
 
         made: list[Any] = []
