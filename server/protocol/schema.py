@@ -6,7 +6,7 @@ GLM writes string values verbatim and all others as JSON, without marking which 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 STRING = frozenset({"string"})
@@ -22,17 +22,49 @@ _KINDS: dict[type, str] = {
     list: "array",
     type(None): "null",
 }
+ALIASES = {
+    "str": "string",
+    "text": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "dict": "object",
+    "list": "array",
+}
+"""Names that tool definitions use for JSON types; others write them in capitals."""
+COMBINED = ("anyOf", "oneOf", "allOf")
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 MAX_DEPTH = 32
 
 
 def argument_types(parameters: Mapping[str, Any] | None, key: str) -> frozenset[str]:
     """JSON type names that `key` may have under a tool's parameter schema; a key the schema lacks is a string."""
-    if not parameters or not isinstance(parameters.get("properties"), Mapping):
-        return ANY
-    properties = parameters["properties"]
-    schema = properties[key] if key in properties else parameters.get("additionalProperties")
-    return _types(schema, parameters, set(), 0) or STRING
+    root = parameters or {}
+    parts = list(_parts(root, root, set(), 0))
+    named = [p["properties"] for p in parts if isinstance(p.get("properties"), Mapping)]
+    said = [properties[key] for properties in named if key in properties]
+    if not said:  # patterns are not tried: a client's may take for ever
+        patterns = [p["patternProperties"] for p in parts if isinstance(p.get("patternProperties"), Mapping)]
+        said = [schema for table in patterns for schema in table.values()]
+    if not said:
+        said = [p.get("additionalProperties") for p in parts]
+    types = frozenset[str]().union(*(_types(schema, root, set(), 0) for schema in said))
+    return types or (STRING if named else ANY)
+
+
+def _parts(schema: object, root: Mapping[str, Any], seen: set[str], depth: int) -> Iterator[Mapping[str, Any]]:
+    """The schemas of one object: itself, and those it refers to or combines. A reference counts once (`seen`)."""
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        return
+    yield schema
+    ref = schema.get("$ref")
+    if isinstance(ref, str) and ref not in seen:
+        seen.add(ref)
+        yield from _parts(_resolve(ref, root), root, seen, depth + 1)
+    for name in COMBINED:
+        if isinstance(schema.get(name), list):
+            for part in schema[name]:
+                yield from _parts(part, root, seen, depth + 1)
 
 
 def _types(schema: object, root: Mapping[str, Any], seen: set[str], depth: int) -> frozenset[str]:
@@ -45,16 +77,20 @@ def _types(schema: object, root: Mapping[str, Any], seen: set[str], depth: int) 
             return frozenset()
         seen.add(ref)
         return _types(_resolve(ref, root), root, seen, depth + 1)
+    types = _own_types(schema, root, seen, depth)
+    return types | {"null"} if types and schema.get("nullable") is True else types  # OpenAPI 3.0
+
+
+def _own_types(schema: Mapping[str, Any], root: Mapping[str, Any], seen: set[str], depth: int) -> frozenset[str]:
     kind = schema.get("type")
-    if isinstance(kind, str):
-        return frozenset({kind})
-    if isinstance(kind, list):
-        return frozenset(k for k in kind if isinstance(k, str))
+    if isinstance(kind, str | list):
+        names = [k.lower() for k in ([kind] if isinstance(kind, str) else kind) if isinstance(k, str)]
+        return frozenset(ALIASES.get(n, n) for n in names)
     if isinstance(schema.get("enum"), list):
         return frozenset(_KINDS[type(v)] for v in schema["enum"] if type(v) in _KINDS)
     if "const" in schema:
         return frozenset({_KINDS.get(type(schema["const"]), "string")})
-    for name in ("anyOf", "oneOf", "allOf"):
+    for name in COMBINED:
         if isinstance(schema.get(name), list):
             parts = [_types(s, root, seen, depth + 1) for s in schema[name]]
             return frozenset().union(*parts)

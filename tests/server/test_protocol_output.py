@@ -135,6 +135,12 @@ def one_tool(parameters: Any) -> Any:
         ({"$ref": "#/$defs/Loop"}, "5", "5"),
         ({"$ref": "#/nowhere"}, "5", "5"),
         ({"$ref": "#/$defs/Two"}, "5", "5"),
+        ({"type": "string", "nullable": True}, "null", None),
+        ({"type": "integer", "nullable": True}, "5", 5),
+        ({"type": "STRING"}, "5", "5"),
+        ({"type": ["Integer", "null"]}, "5", 5),
+        ({"type": "str"}, "true", "true"),
+        ({"type": "dict"}, "{}", {}),
         ({"type": "object"}, '{"a": "\\ud83d"}', {"a": "\ufffd"}),
         ({"type": "object"}, "[" * 5000, "[" * 5000),
     ],
@@ -162,6 +168,21 @@ def test_b17_null_union_and_unknown_keys() -> None:
     assert value_of("absent", "5", one_tool(None)) == 5
     assert value_of("absent", '"q"', one_tool({"type": "object"})) == '"q"'
     assert value_of("absent", "5", one_tool({"properties": {}, "additionalProperties": {"type": "integer"}})) == 5
+
+
+def test_b17_arguments_named_elsewhere() -> None:
+    named = {"properties": {"x": {"type": "string"}, "n": {"type": "integer"}}}
+    for parameters in (
+        {"$ref": "#/$defs/P", "$defs": {"P": named}},
+        {"type": "object", "allOf": [named]},
+        {"properties": {"y": {}}, "anyOf": [{"required": ["x"]}, {"$ref": "#/$defs/P"}], "$defs": {"P": named}},
+        {"properties": {}, "patternProperties": {"x": {"type": "string"}}, "additionalProperties": {"type": "object"}},
+        {"type": "object", "additionalProperties": {"type": "string"}},
+        {"$ref": "#", "properties": named["properties"]},
+    ):
+        assert value_of("x", "5", one_tool(parameters)) == "5"
+    assert value_of("n", "5", one_tool({"$ref": "#/$defs/P", "$defs": {"P": named}})) == 5
+    assert value_of("x", "5", one_tool({"properties": {}, "patternProperties": {"": {"type": "integer"}}})) == 5
 
 
 def test_b18_nested_object_last_in_stream() -> None:
