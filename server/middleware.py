@@ -25,6 +25,7 @@ log = logging.getLogger("glm53.server")
 
 OPEN_PATHS = ("/", "/health", "/openapi.json")  # served without a key: no prompt, no answer, no work in them
 OPEN_PREFIXES = ("/web/",)
+REQUEST_ID_HEADERS = ("x-request-id", "request-id")  # OpenAI's name and Anthropic's, as their libraries look for it
 CLIENT_GONE = 499  # nginx's number for "client closed request"; only ever logged
 
 
@@ -102,10 +103,11 @@ async def decorate(request: web.Request, response: web.StreamResponse) -> None:
     """Headers every reply carries, streams and errors included (an `on_response_prepare` signal)."""
     response.headers["Server"] = f"glm53/{__version__}"
     if REQUEST_ID in request:
-        response.headers["x-request-id"] = request[REQUEST_ID]
+        for name in REQUEST_ID_HEADERS:
+            response.headers[name] = request[REQUEST_ID]
     if origin := allowed_origin(request):
         response.headers["Access-Control-Allow-Origin"] = origin
-        response.headers["Access-Control-Expose-Headers"] = "x-request-id, retry-after"
+        response.headers["Access-Control-Expose-Headers"] = ", ".join((*REQUEST_ID_HEADERS, "retry-after"))
         if origin != "*":
             response.headers["Vary"] = "Origin"
 

@@ -207,6 +207,16 @@ class TestAnthropicLibrary:
         second = c.messages.create(model="m", max_tokens=50, messages=messages, tools=[LS])
         assert second.content[0].text == "Hello you"
 
+    def test_request_id(self, start: Start) -> None:
+        anthropic = pytest.importorskip("anthropic")
+        c = self.client(start(PLAIN))
+        assert c.messages.create(model="m", max_tokens=50, messages=user("hi"))._request_id.startswith("req-")
+        with c.messages.stream(model="m", max_tokens=50, messages=user("hi")) as stream:
+            assert stream.request_id.startswith("req-")
+        with pytest.raises(anthropic.BadRequestError) as e:
+            c.messages.create(model="m", max_tokens=50, messages=[])
+        assert e.value.request_id.startswith("req-")
+
     def test_errors_and_count(self, start: Start) -> None:
         anthropic = pytest.importorskip("anthropic")
         c = self.client(start(PLAIN, context=64))
