@@ -66,7 +66,14 @@ class ErrorReply:
     def anthropic(self) -> dict[str, object]:
         """`{"type": "error", "error": {...}}` of the Messages API."""
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        return {"type": "error", "error": {"type": kind, "message": self._anthropic_message()}}
+
+    def _anthropic_message(self) -> str:
+        """Claude Code makes its history shorter where an error says this in Anthropic's words."""
+        if self.code != "context_length_exceeded":
+            return self.message
+        prompt, context = self.extra["n_prompt_tokens"], self.extra["n_ctx"]
+        return f"prompt is too long: {prompt} tokens > {context} maximum. {self.message}"
 
     def body(self, path: str) -> dict[str, object]:
         """The wire format that clients of `path` expect."""
