@@ -221,5 +221,5 @@ class TestAnthropicLibrary:
         anthropic = pytest.importorskip("anthropic")
         c = self.client(start(PLAIN, context=64))
         assert c.messages.count_tokens(model="m", messages=user("hi")).input_tokens > 5
-        with pytest.raises(anthropic.BadRequestError, match="prompt is too long: .* maximum context length is 64 "):
+        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: .* maximum context length is 64 "):
             c.messages.create(model="m", max_tokens=50, messages=user("word " * 500))
