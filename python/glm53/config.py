@@ -118,6 +118,14 @@ class Settings:
         unit="tokens",
     )
 
+    run_ahead: bool = setting(
+        False,
+        values.truth,
+        "engine",
+        "queue decode steps on the GPU before the last one's tokens are handed out; has not run on a GPU yet",
+        switch=True,
+    )
+
     # server
     host: str = setting("127.0.0.1", values.text, "server", "address to listen on; 0.0.0.0 for all")
     port: int = setting(30000, values.integer(0, 65535), "server", "TCP port", flags=("--port", "-p"))

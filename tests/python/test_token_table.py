@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,3 +177,14 @@ def test_a_load_keeps_a_table_until_it_is_closed_or_fails(
         loaded = loader.load(settings, lambda stage, fraction: None, loader.LoadOptions(max_slots=6, run_ahead=False))
         assert (loaded.tokens, len(opened)) == (None, 1)
         loaded.close()
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_a_server_runs_ahead_where_the_setting_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
+    asked: list[loader.LoadOptions] = []
+    monkeypatch.setattr(loader, "_load", lambda settings, progress, options: asked.append(options))
+    settings = make_settings(tmp_path)
+    assert not settings.run_ahead
+    loader.load(replace(settings, run_ahead=on), lambda stage, fraction: None)
+    loader.load(settings, lambda stage, fraction: None, loader.LoadOptions())
+    assert [options.run_ahead for options in asked] == [on, True]

@@ -67,7 +67,8 @@ class LoadOptions:
     bulk_scales: bool = True
     """The experts' scales come in one copy a layer; else exllamav3 loads each vector itself."""
     run_ahead: bool = True
-    """Decode steps are queued before the tokens of the last one are read; not with an MTP draft."""
+    """Decode steps are queued before the tokens of the last one are read; not with an MTP draft. Where no options are
+    given at all, the setting of that name says."""
     lane_limits_ms: tuple[int, int] = (LANE_LIMIT_MS, GPU_LIMIT_MS)
 
 
@@ -183,7 +184,7 @@ def _open_both(settings: Settings, phases: Phases) -> tuple[Any, Path | None, Ch
 def load(settings: Settings, progress: Progress, options: LoadOptions | None = None) -> Loaded:
     """Load `settings.model_dir`. Raises DeviceError, CheckpointError, ResourceError, ConfigError, EngineError."""
     with quiet_gc():
-        loaded = _load(settings, progress, options or LoadOptions())
+        loaded = _load(settings, progress, options or LoadOptions(run_ahead=settings.run_ahead))
     gc.freeze()  # until `close`: a collection would stop all threads for half a second to walk the model's objects
     return loaded
 
