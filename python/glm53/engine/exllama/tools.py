@@ -43,7 +43,7 @@ def _warmed(settings: Settings) -> Iterator[Loaded]:
             say(f"{stage} ...")
 
     start = time.monotonic()
-    loaded = load(settings, progress, LoadOptions(use_heat=False))
+    loaded = load(settings, progress, LoadOptions(use_heat=False, run_ahead=settings.run_ahead))
     try:
         say(f"loaded in {time.monotonic() - start:.0f} s; running every kernel once ...")
         failed = loaded.model.warmup(
