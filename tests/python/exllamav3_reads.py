@@ -39,13 +39,18 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def main() -> None:
-    wheel, checkpoint = sys.argv[1:]
+def find_python_of(wheel: str) -> None:
+    """From now on exllamav3 is the one of the unpacked wheel, without what is compiled."""
     sys.path.insert(0, wheel)
     sys.meta_path.insert(0, _Finder())
     extension = ModuleType("exllamav3.ext")
     extension.exllamav3_ext = MagicMock(name="ext")  # type: ignore[attr-defined]
     sys.modules["exllamav3.ext"] = extension
+
+
+def main() -> None:
+    wheel, checkpoint = sys.argv[1:]
+    find_python_of(wheel)
     import torch
     from exllamav3 import Config, Model
 
