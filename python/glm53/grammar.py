@@ -13,7 +13,7 @@ limited, its first mask is computed while compiling, and one that gives up later
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from .chat import Tool
 from .chat.segments import SPECIAL_NAMES
 from .engine.protocol import Constraint
 from .errors import RequestError
+from .json_schema import object_schema, resolve
 from .tokenizer import Tokenizer
 
 # Unbounded blank space between JSON tokens is a trap: a model that likes newlines never leaves it.
@@ -33,7 +34,10 @@ TEXT_RULES = "TEXT: /(?s:.*)/ & ~/(?s:.*)<\\/arg_value>(?s:.*)/\nKEY: /[^<>\\s]{
 END_THINK = b"</think>"
 # A tenth of llguidance's own limits: a mask must cost the engine's thread milliseconds, whatever a client sends.
 LIMITS = LLParserLimits(initial_lexer_fuel=100_000, step_lexer_fuel=20_000)
+MOST_CHECKED = 256  # arguments that are tried one by one, at a millisecond each, where they cannot be enforced together
 
+Enforced = Callable[[str, Sequence[str]], bool]
+"""Whether the rule of an argument's value, given with its lines, is to be followed."""
 Mask = NDArray[np.bool_]
 
 
@@ -75,18 +79,26 @@ class Grammars:
         """One call (or several) of these tools and nothing else, or with `or_schema` JSON that it accepts instead.
 
         Arguments come in the schema's order, required ones always; values other than strings follow their schema,
-        unless that is one llguidance cannot enforce.
+        except each that llguidance cannot enforce.
         """
         if or_schema is not None:
             self._check(_json_grammar(or_schema, "response_format"), "response_format")
-        for typed in (True, False):
-            grammar = self._tool_grammar(tools, parallel, or_schema, typed)
-            if not LLMatcher.validate_grammar(grammar, self._ll, limits=LIMITS):
+        budget = iter(range(MOST_CHECKED))
+
+        def alone(rule: str, lines: Sequence[str]) -> bool:
+            return next(budget, None) is not None and self._is_valid(_lark([f"start: {rule}", *lines]))
+
+        for enforced in (lambda rule, lines: True, alone, lambda rule, lines: False):
+            grammar = self._tool_grammar(tools, parallel, or_schema, enforced)
+            if self._is_valid(grammar):
                 break
         return self._compile(grammar, stop_ids, "tools")
 
+    def _is_valid(self, grammar: str) -> bool:
+        return not LLMatcher.validate_grammar(grammar, self._ll, limits=LIMITS)
+
     def _tool_grammar(
-        self, tools: Sequence[Tool], parallel: bool, or_schema: Mapping[str, Any] | None, typed: bool
+        self, tools: Sequence[Tool], parallel: bool, or_schema: Mapping[str, Any] | None, enforced: Enforced
     ) -> str:
         calls = "call+" if parallel else "call"
         lines = [f"start: answer | {calls}" if or_schema is not None else f"start: {calls}"]
@@ -94,11 +106,12 @@ class Grammars:
             lines.append(f"answer: %json {json.dumps({**or_schema, 'x-guidance': WHITESPACE})}")
         lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
         for i, tool in enumerate(tools):
-            lines += self._call_rules(f"call_{i}", tool, typed)
-        return str(LLMatcher.grammar_from_lark("\n".join([*lines, TEXT_RULES])))
+            lines += self._call_rules(f"call_{i}", tool, enforced)
+        return _lark([*lines, TEXT_RULES])
 
-    def _call_rules(self, rule: str, tool: Tool, typed: bool) -> list[str]:
-        parameters = tool.parameters or {}
+    def _call_rules(self, rule: str, tool: Tool, enforced: Enforced) -> list[str]:
+        root = tool.parameters or {}
+        parameters = object_schema(root)
         properties = parameters.get("properties")
         lines: list[str] = []
         body = ""
@@ -108,7 +121,9 @@ class Grammars:
             for n, (key, schema) in enumerate(properties.items()):
                 argument = f"{rule}_{n}"
                 body += f" {argument}" + ("" if key in names else "?")
-                value, more = _value_rule(f"{argument}_value", schema, parameters) if typed else ("TEXT", [])
+                value, more = _value_rule(f"{argument}_value", schema, root)
+                if more and not enforced(value, more):
+                    value, more = "TEXT", []
                 lines += [self._argument(argument, json.dumps(key, ensure_ascii=False), value), *more]
         else:
             body = f" {rule}_any*"
@@ -144,6 +159,10 @@ def _unsupported(reason: str, param: str) -> RequestError:
     return RequestError(f"Invalid '{param}': {text}", param=param, code="unsupported_grammar")
 
 
+def _lark(lines: Sequence[str]) -> str:
+    return str(LLMatcher.grammar_from_lark("\n".join(lines)))
+
+
 def _json_grammar(schema: Mapping[str, Any], param: str) -> str:
     try:
         return str(LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": WHITESPACE})))
@@ -173,9 +192,7 @@ def _never_string(schema: object, root: Mapping[str, Any], seen: set[str], depth
         if ref in seen:
             return True
         seen.add(ref)
-        group, _, name = ref.removeprefix("#/").partition("/")
-        targets = root.get(group)
-        return isinstance(targets, Mapping) and _never_string(targets.get(name), root, seen, depth + 1)
+        return _never_string(resolve(ref, root), root, seen, depth + 1)
     kind = schema.get("type")
     kinds = [kind] if isinstance(kind, str) else kind
     if isinstance(kinds, list):

@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from glm53.json_schema import resolve
+
 STRING = frozenset({"string"})
 ANY = frozenset({"any"})
 """No schema at all: complete JSON values other than strings are taken as such."""
@@ -60,7 +62,7 @@ def _parts(schema: object, root: Mapping[str, Any], seen: set[str], depth: int) 
     ref = schema.get("$ref")
     if isinstance(ref, str) and ref not in seen:
         seen.add(ref)
-        yield from _parts(_resolve(ref, root), root, seen, depth + 1)
+        yield from _parts(resolve(ref, root), root, seen, depth + 1)
     for name in COMBINED:
         if isinstance(schema.get(name), list):
             for part in schema[name]:
@@ -76,7 +78,7 @@ def _types(schema: object, root: Mapping[str, Any], seen: set[str], depth: int) 
         if ref in seen:
             return frozenset()
         seen.add(ref)
-        return _types(_resolve(ref, root), root, seen, depth + 1)
+        return _types(resolve(ref, root), root, seen, depth + 1)
     types = _own_types(schema, root, seen, depth)
     return types | {"null"} if types and schema.get("nullable") is True else types  # OpenAPI 3.0
 
@@ -97,14 +99,6 @@ def _own_types(schema: Mapping[str, Any], root: Mapping[str, Any], seen: set[str
     if "properties" in schema:
         return frozenset({"object"})
     return frozenset({"array"}) if "items" in schema else frozenset()
-
-
-def _resolve(ref: str, root: Mapping[str, Any]) -> object:
-    node: object = root
-    for step in ref.removeprefix("#").split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        node = node.get(name) if isinstance(node, Mapping) else None
-    return node
 
 
 def _refuse(constant: str) -> Any:

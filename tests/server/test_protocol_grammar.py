@@ -225,6 +225,34 @@ def test_argument_types(key: str) -> None:
         assert not allows(constraint(False, tools=tools, tool_choice="required"), [*head, *ids(bad), *tail])
 
 
+def test_an_argument_that_cannot_be_enforced_leaves_the_others_typed() -> None:
+    parameters = {"properties": {"w": {"type": "array", "not": {}}, "n": {"type": "integer"}}, "required": ["n"]}
+    other = {"name": "g", "parameters": {"properties": {"n": {"type": "integer"}}, "required": ["n"]}}
+    functions = [{"name": "f", "parameters": parameters}, other]
+    tools = [{"type": "function", "function": f} for f in functions]
+    for name in ("f", "g"):
+        head = ids("<tool_call>", name, "<arg_key>", "n", "</arg_key>", "<arg_value>")
+        tail = ids("</arg_value>", "</tool_call>")
+        assert allows(constraint(False, tools=tools, tool_choice="required"), [*head, *ids("5"), *tail])
+        assert not allows(constraint(False, tools=tools, tool_choice="required"), [*head, *ids("x"), *tail])
+
+
+def test_parameters_that_are_a_reference() -> None:
+    named = {"properties": {"n": {"$ref": "#/$defs/N"}}, "required": ["n"]}
+    for definitions in (
+        {"P": named, "N": {"type": "integer"}},
+        {"P": {"$ref": "#/$defs/Q"}, "Q": named, "N": {"enum": [5]}},
+    ):
+        parameters = {"$ref": "#/$defs/P", "$defs": definitions}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        head = ids("<tool_call>", "f")
+        call = [*head, *ids("<arg_key>", "n", "</arg_key>", "<arg_value>", "5", "</arg_value>", "</tool_call>")]
+        assert allows(constraint(False, tools=tools, tool_choice="required"), call)
+        assert not allows(constraint(False, tools=tools, tool_choice="required"), [*head, *ids("</tool_call>")])
+    loop = [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}]
+    assert allows(constraint(False, tools=loop, tool_choice="required"), [*head, *ids("</tool_call>")])
+
+
 def test_b05_prefill_is_part_of_the_format() -> None:
     def prefilled(text: str) -> Constraint | None:
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}]
