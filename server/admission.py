@@ -1,4 +1,4 @@
-"""The queue limit: how many streams may be in the house at once.
+"""The limits of the house: how many streams may be in it at once, and how many bytes of request bodies.
 
 State: one count of admitted streams. `acquire` raises it, `release` (or leaving the ticket's `with`) lowers it; all on
 the event loop, so there is no lock. A stream counts as waiting when it is beyond what the engine runs at once.
@@ -10,6 +10,8 @@ from __future__ import annotations
 from types import TracebackType
 
 from glm53.errors import QueueFull
+
+from .errors import Unavailable
 
 
 class Admission:
@@ -57,3 +59,39 @@ class Ticket:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._admission.admitted -= self._streams
         self._streams = 0
+
+
+class BodyRoom:
+    """Counts the bytes of bodies that arrive or wait to be parsed: without a limit, clients that send many large ones
+    slowly would take all memory before any of their requests is admitted."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+
+
+class BodyLease:
+    """The room of one body; a context manager that gives it back."""
+
+    def __init__(self, room: BodyRoom) -> None:
+        self._room = room
+        self._bytes = 0
+
+    def grow(self, size: int) -> None:
+        """`size` more bytes have arrived. Raises Unavailable if there is no room for them."""
+        if self._room.held + size > self._room.limit:
+            message = f"the request bodies that arrive now are larger than {self._room.limit >> 20} MiB together"
+            raise Unavailable(f"{message}; retry later", code="bodies_full")
+        self._room.held += size
+        self._bytes += size
+
+    def close(self) -> None:
+        """The body is needed no more. Idempotent."""
+        self._room.held -= self._bytes
+        self._bytes = 0
+
+    def __enter__(self) -> BodyLease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

@@ -6,13 +6,14 @@ import asyncio
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.web_exceptions import HTTPRequestEntityTooLarge
 
+from glm53.json_text import MAX_MARKS, count_marks, too_complex
+
+from .admission import BodyLease
 from .cors import is_foreign
 from .errors import HttpError
 from .options import MIB
 
-MAX_MARKS = 300_000  # takes at most about 50 ms to parse; source code that fills the context has fewer
 FORM = "application/x-www-form-urlencoded"  # what `curl -d` sends unless it is told otherwise
 
 
@@ -61,26 +62,34 @@ async def _check_structure(data: bytes) -> None:
     if len(data) <= MAX_MARKS:
         return
     marks = 0
-    for mark in (b",", b":", b"[", b"{"):
-        marks += data.count(mark)
-        await asyncio.sleep(0)  # looking through 32 MiB takes some 10 ms
+    for found in count_marks(data):
+        marks += found
+        await asyncio.sleep(0)
     if marks > MAX_MARKS:
-        message = (
-            f"the request body has {marks:,} commas, colons and opening brackets; at most {MAX_MARKS:,} are accepted"
-        )
-        raise HttpError(413, message, code="request_too_complex")
+        raise HttpError(413, f"the request body is too complex: {too_complex(marks)}", code="request_too_complex")
 
 
-async def read_body(request: web.Request, *, timeout_s: float) -> bytes:
-    """The whole body, decompressed. Raises HttpError 400, 408, 413 or 415."""
+async def _receive(request: web.Request, lease: BodyLease) -> bytes:
+    """The body in the parts it comes in. `request.read()` would decompress all of it in one step."""
+    parts: list[bytes] = []
+    size, limit = 0, request.app._client_max_size
+    while part := await request.content.readany():
+        size += len(part)
+        if limit and size > limit:
+            raise _too_large(request)
+        lease.grow(len(part))
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def read_body(request: web.Request, lease: BodyLease, *, timeout_s: float) -> bytes:
+    """The whole body, decompressed; `lease` grows by its size. Raises HttpError 400, 408, 413, 415 or 503."""
     _check_content_type(request)
     _check_length(request)
     await _ask_for_body(request)
     try:
         async with asyncio.timeout(timeout_s or None):
-            data = await request.read()
-    except HTTPRequestEntityTooLarge:
-        raise _too_large(request) from None
+            data = await _receive(request, lease)
     except (web.RequestPayloadError, HttpProcessingError):
         raise HttpError(
             400, "the request body cannot be read: broken encoding or compression", code="bad_body"

@@ -24,6 +24,10 @@ STOP_NAMES = ("<|endoftext|>", "<|user|>", "<|observation|>", "<|system|>", "<|a
 """Every token that starts a turn ends the answer: the model must not speak for others."""
 
 
+Frames = bytes | Sequence[bytes]
+"""Complete SSE events, in one part or in several."""
+
+
 @dataclass(slots=True)
 class Work:
     """One stream to run. `max_tokens` 0 reads the prompt (one token is generated and thrown away)."""
@@ -77,7 +81,7 @@ def stop_ids(decoding: Decoding, state: ServerState) -> frozenset[int]:
     return own | state.tokenizer.special_ids(STOP_NAMES) | state.generation_config.eos_ids
 
 
-def submit(job: Job, works: Sequence[Work], decoding: Decoding) -> list[Choice]:
+async def submit(job: Job, works: Sequence[Work], decoding: Decoding) -> list[Choice]:
     """Start all streams of a request. Raises PromptTooLong, RequestError or EngineError."""
     stops = stop_ids(decoding, job.state)
     requests = [
@@ -92,7 +96,7 @@ def submit(job: Job, works: Sequence[Work], decoding: Decoding) -> list[Choice]:
         )
         for index, work in enumerate(works)
     ]
-    streams = job.submit(requests)
+    streams = await job.submit(requests)
     return [
         Choice(index, stream, work.parser, work.max_tokens == 0, work.constraint)
         for index, (stream, work) in enumerate(zip(streams, works, strict=True))
@@ -127,12 +131,13 @@ class StreamFormat:
     """How one API writes a stream; every function returns complete SSE frames.
 
     `begin` is sent before the first token, `events` for each batch of a choice, `end` after all choices, `error` in
-    place of the rest. `done` closes either way. `ping` is sent while nothing else is.
+    place of the rest. `done` closes either way. `ping` is sent while nothing else is. `begin` and `end` run on a
+    thread: they may repeat all of the request.
     """
 
-    begin: Callable[[], bytes]
-    events: Callable[[Choice, list[Event]], bytes]
-    end: Callable[[], bytes]
+    begin: Callable[[], Frames]
+    events: Callable[[Choice, list[Event]], Frames]
+    end: Callable[[], Frames]
     error: Callable[[ErrorReply], bytes]
     done: bytes = DONE
     ping: bytes = PING
@@ -144,16 +149,17 @@ async def stream(job: Job, choices: Sequence[Choice], form: StreamFormat) -> web
     async with SseResponse(job.request, job.state.options, form.ping) as sse:
         try:
             async with job.deadline():
-                await sse.write(form.begin())
+                await sse.write(await job.state.run_on_thread(form.begin))
                 await _write_all(sse, choices, form)
-                last = form.end()
+                last = await job.state.run_on_thread(form.end)
         except ClientConnectionResetError:
             raise
         except Exception as error:
             reply = reply_for(job.explain(error)) or unforeseen(job.id)
             job.failed_in_stream(reply.code or str(reply.status))
             last = form.error(reply)
-        await sse.write(last + form.done)
+        await sse.write(last)
+        await sse.write(form.done)
     return sse.response
 
 

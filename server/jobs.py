@@ -10,30 +10,43 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import TypeVar
 
 from aiohttp import web
 
 from glm53.engine.protocol import Delta, Engine, GenerationRequest, TokenStream
 from glm53.errors import EngineError
 
-from .admission import Ticket
+from .admission import BodyLease, Ticket
 from .body import read_body
 from .errors import HttpError, Unavailable
 from .state import NOTE, REQUEST_ID, STATE, STOPPING, ServerState
 
+T = TypeVar("T")
 SLICE = 16  # tokens handled at a time: a burst on many streams must leave the event loop free every few ms
 
 
 class Job:
-    """See the module docstring. `body` is the request's raw body."""
+    """See the module docstring. `body` is the request's raw body, `lease` its room."""
 
-    def __init__(self, request: web.Request, state: ServerState, engine: Engine, ticket: Ticket, body: bytes) -> None:
+    def __init__(
+        self,
+        request: web.Request,
+        state: ServerState,
+        engine: Engine,
+        ticket: Ticket,
+        *,
+        body: bytes,
+        lease: BodyLease,
+    ) -> None:
         self.request = request
         self.state = state
         self.engine = engine
-        self.body = body
+        self._body = body
+        self._lease = lease
         self.id: str = request[REQUEST_ID]
         self.route = request.path
         self.streamed = False
@@ -43,10 +56,21 @@ class Job:
         self._timer: asyncio.Timeout | None = None
         self._ended_by = ""
 
-    def submit(self, requests: list[GenerationRequest]) -> list[TokenStream]:
+    async def prepare(self, work: Callable[[bytes], T]) -> T:
+        """`work(body)`, on a thread unless the body is small. The body is given away: it is not kept while the answer
+        is generated."""
+        body, self._body = self._body, b""
+        try:
+            return await self.state.run_sized(len(body), partial(work, body))
+        finally:
+            self._lease.close()
+
+    async def submit(self, requests: list[GenerationRequest]) -> list[TokenStream]:
         """Hand all of a request's streams to the engine. Raises what `Engine.submit` raises."""
         self._ticket.grow(max(1, len(requests)))
         for generation in requests:
+            if self.streams:
+                await asyncio.sleep(0)  # engines copy a long prompt: ms for each of maybe hundreds
             self.streams.append(self.engine.submit(generation))
         return self.streams
 
@@ -98,19 +122,29 @@ async def admit(request: web.Request) -> AsyncIterator[Job]:
     state = request.app[STATE]
     state.engine_or_503()
     state.admission.check()
-    body = await read_body(request, timeout_s=state.options.body_timeout_s)
-    engine = state.engine_or_503()
-    with state.admission.acquire() as ticket:
-        job = Job(request, state, engine, ticket, body)
-        state.live[job.id] = job
-        state.idle.clear()
-        try:
-            yield job
-        finally:
-            del state.live[job.id]
-            if not state.live:
-                state.idle.set()
-            job.close()
+    with BodyLease(state.bodies) as lease:
+        body = await read_body(request, lease, timeout_s=state.options.body_timeout_s)
+        engine = state.engine_or_503()
+        with state.admission.acquire() as ticket:
+            job = Job(request, state, engine, ticket, body=body, lease=lease)
+            del body
+            with _known(job):
+                yield job
+
+
+@contextmanager
+def _known(job: Job) -> Iterator[Job]:
+    """The server waits for `job` when it stops."""
+    state = job.state
+    state.live[job.id] = job
+    state.idle.clear()
+    try:
+        yield job
+    finally:
+        del state.live[job.id]
+        if not state.live:
+            state.idle.set()
+        job.close()
 
 
 async def deltas(stream: TokenStream) -> AsyncIterator[Delta]:

@@ -9,7 +9,6 @@ import logging
 import time
 import uuid
 
-import orjson
 from aiohttp import web
 from aiohttp.client_exceptions import ClientConnectionResetError
 from aiohttp.typedefs import Handler
@@ -19,6 +18,7 @@ from glm53 import __version__
 from .connection import Connection
 from .cors import allowed_origin, note_refused
 from .errors import ErrorReply, HttpError, reply_for, unforeseen
+from .protocol.json_parts import dump
 from .state import NOTE, REQUEST_ID, STATE, ServerState
 
 log = logging.getLogger("glm53.server")
@@ -31,7 +31,7 @@ CLIENT_GONE = 499  # nginx's number for "client closed request"; only ever logge
 
 def json_response(body: object, *, status: int = 200) -> web.Response:
     """A JSON reply; lone surrogates and other oddities must have been replaced before."""
-    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+    return web.Response(body=b"".join(dump(body)), status=status, content_type="application/json")
 
 
 def error_response(reply: ErrorReply, path: str) -> web.Response:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
@@ -40,6 +41,7 @@ class SseResponse:
         self._last_s = time.monotonic()
         self._blocked_since = 0.0
         self._ticker: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()  # nothing may come between the parts of an event
 
     async def __aenter__(self) -> SseResponse:
         await self.response.prepare(self._request)
@@ -54,13 +56,15 @@ class SseResponse:
         if error is None:
             await self.response.write_eof()
 
-    async def write(self, frames: bytes) -> None:
-        """Send whole events. Raises ClientConnectionResetError, or is cancelled, when the client has gone."""
-        if not self._blocked_since:
-            self._blocked_since = time.monotonic()
-        await self.response.write(frames)
-        self._blocked_since = 0.0
-        self._last_s = time.monotonic()
+    async def write(self, frames: bytes | Sequence[bytes]) -> None:
+        """Send whole events, in one part or in several. Raises ClientConnectionResetError, or is cancelled, when the
+        client has gone."""
+        async with self._turn:
+            for part in (frames,) if isinstance(frames, bytes) else frames:
+                self._blocked_since = time.monotonic()
+                await self.response.write(part)
+                self._blocked_since = 0.0
+                self._last_s = time.monotonic()
 
     async def _tick(self) -> None:
         pause = max(0.01, min(1.0, self._options.ping_s / 4, (self._options.write_timeout_s or 4.0) / 4))

@@ -20,7 +20,7 @@ from glm53.engine.protocol import Engine
 from glm53.grammar import Grammars
 from glm53.tokenizer import Tokenizer
 
-from .admission import Admission
+from .admission import Admission, BodyRoom
 from .errors import Unavailable
 from .generation_config import read_generation_config
 from .metrics import Metrics
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Phase = Literal["loading", "ready", "draining", "stopped", "failed"]
 INLINE_BYTES = 4096  # prompts up to this size are parsed and encoded on the event loop (about 1 ms)
+LARGE_BYTES = 1 << 18  # larger ones are prepared one after another: each step may keep the GIL for tens of ms
 WORKERS = 8  # threads that prepare requests and replies; tokenising and compiling grammars let go of the GIL
+BODIES = 16  # as many of the largest bodies may be in memory at once
 STOPPING = "the server is shutting down"
 
 
@@ -53,12 +55,14 @@ class ServerState:
         self.started_s = time.monotonic()
         self.load_s = 0.0
         self.admission = Admission(options.max_queue)
+        self.bodies = BodyRoom(BODIES * options.max_body_bytes)
         self.metrics = Metrics(self)
         self.live: dict[str, Job] = {}
         self.refused_origins: set[str] = set()
         self.idle = asyncio.Event()  # set while `live` is empty
         self.idle.set()
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="prepare")
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="large")
 
     def engine_or_503(self) -> Engine:
         """The loaded engine. Raises Unavailable in every phase but "ready"."""
@@ -82,8 +86,13 @@ class ServerState:
         return RequestDefaults(self.generation_config.sampling, vocab_size=self.engine_or_503().info.vocab_size)
 
     async def run_sized(self, size: int, work: Callable[[], T]) -> T:
-        """`work()` here if its input of `size` bytes is small, else on a thread, so that the event loop stays free."""
-        return work() if size <= INLINE_BYTES else await self.run_on_thread(work)
+        """`work()` here if its input of `size` bytes is small, else on a thread, so that the event loop stays free; a
+        large one waits for others, so that the event loop waits for no more than one of them."""
+        if size <= INLINE_BYTES:
+            return work()
+        if size <= LARGE_BYTES:
+            return await self.run_on_thread(work)
+        return await asyncio.get_running_loop().run_in_executor(self._large, work)
 
     async def run_on_thread(self, work: Callable[[], T]) -> T:
         """`work()` on one of the threads that prepare requests."""
@@ -96,7 +105,8 @@ class ServerState:
 
     def close(self) -> None:
         """Let go of the worker threads (waits for nothing)."""
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._workers, self._large):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 REQUEST_ID = web.RequestKey("request_id", str)

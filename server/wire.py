@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import orjson
-
 from glm53.engine.protocol import StreamUsage, Token
 from glm53.tokenizer import Tokenizer
 
 from .generation import Choice
+from .protocol.json_parts import JsonList
 from .protocol.usage import TokenCounts
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
@@ -22,27 +20,6 @@ LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 def finite(logprob: float | None) -> float:
     """The log-probability as a number that JSON can carry."""
     return LOWEST if logprob is None or not math.isfinite(logprob) else logprob
-
-
-class JsonList:
-    """A list that only grows, kept as finished JSON: sending it again costs a copy. Written in slices, because a long
-    one at once would hold the interpreter lock."""
-
-    def __init__(self, items: Iterable[object] = ()) -> None:
-        self._data = bytearray(b"[")
-        self.extend(items)
-
-    def extend(self, items: Iterable[object]) -> None:
-        """Append the items, which must be JSON-ready."""
-        iterator = iter(items)
-        while part := list(itertools.islice(iterator, 1024)):
-            if len(self._data) > 1:
-                self._data += b","
-            self._data += orjson.dumps(part)[1:-1]
-
-    def fragment(self) -> orjson.Fragment:
-        """The list as it is now."""
-        return orjson.Fragment(bytes(self._data) + b"]")
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
@@ -85,9 +62,9 @@ def timings(usage_: StreamUsage) -> dict[str, Any]:
     }
 
 
-def chat_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> orjson.Fragment:
+def chat_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> JsonList:
     """`logprobs.content` of the Chat Completions API."""
-    return JsonList(token_logprobs(tokens, tokenizer)).fragment()
+    return JsonList(token_logprobs(tokens, tokenizer))
 
 
 def token_logprobs(tokens: Iterable[Token], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:

@@ -142,7 +142,13 @@ class Settings:
     )
 
     max_n: int = setting(8, values.integer(1, 64), "server", "most answers one request may ask for")
-    max_body_mib: float = setting(32.0, values.number(0, above=True), "server", "largest request body", unit="MiB")
+    max_body_mib: float = setting(
+        8.0,
+        values.number(0, above=True),
+        "server",
+        "largest request body; a larger one holds all other requests up for some 5 ms a MiB",
+        unit="MiB",
+    )
     body_timeout_s: float = setting(
         60.0,
         values.number(0),

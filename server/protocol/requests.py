@@ -13,6 +13,7 @@ from typing import Any
 from glm53.chat import ChatOptions, Message, Tool, parse_tools
 from glm53.chat import parse_messages as parse_chat_messages
 from glm53.engine.protocol import SamplingParams
+from glm53.json_text import check_inner
 
 from .body import parse_body
 from .fields import Fields, missing, refuse, wrong_type
@@ -275,7 +276,9 @@ def _generate_format(f: Fields) -> ResponseFormat | None:
     refuse_other_constraints(f, "'json_schema' or 'regex'", known=("json_schema", "regex"))
     schema = f.get("json_schema")
     if isinstance(schema, str):
-        schema = parse_body(schema.encode())
+        data = schema.encode("utf-8", "replace")
+        check_inner(data, f.name("json_schema"))
+        schema = parse_body(data)
     if schema is not None:
         return json_schema_format(schema, f.name("json_schema"))
     regex = f.text("regex")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import orjson
+from .json_parts import dump
 
 DONE = b"data: [DONE]\n\n"
 
-# Characters that end a line for some clients (Python's str.splitlines) although not for SSE itself.
-_LINE_ENDS = ((b"\xe2\x80\xa8", rb"\u2028"), (b"\xe2\x80\xa9", rb"\u2029"), (b"\xc2\x85", rb"\u0085"))
+
+def frame_parts(payload: object, event: str | None = None) -> list[bytes]:
+    """One event with `payload` as JSON; `event` names it, as the Messages and Responses APIs want."""
+    parts = dump(payload)
+    parts[0] = (b"" if event is None else b"event: " + event.encode() + b"\n") + b"data: " + parts[0]
+    parts[-1] += b"\n\n"
+    return parts
 
 
 def frame(payload: object, event: str | None = None) -> bytes:
-    """One event with `payload` as JSON; `event` names it, as the Messages and Responses APIs want."""
-    data = orjson.dumps(payload)
-    for raw, escaped in _LINE_ENDS:
-        if raw in data:
-            data = data.replace(raw, escaped)
-    if event is None:
-        return b"data: " + data + b"\n\n"
-    return b"event: " + event.encode() + b"\ndata: " + data + b"\n\n"
+    """`frame_parts` as one piece."""
+    parts = frame_parts(payload, event)
+    return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -15,12 +15,13 @@ from ..chat_work import ChatWork, chat_work, constrain
 from ..errors import ErrorReply
 from ..generation import Choice, StreamFormat, gather, stream, submit
 from ..jobs import Job, admit
-from ..middleware import json_response
 from ..protocol.body import parse_body
 from ..protocol.events import Answer, ContentText, Done, Event, ReasoningText, ToolCallArgs, ToolCallStart
+from ..protocol.json_parts import JsonList
 from ..protocol.requests import parse_chat
 from ..protocol.sse import frame
 from ..sse import PING
+from ..whole import whole_reply
 from ..wire import chat_logprobs, timings, usage
 
 
@@ -29,21 +30,21 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     async with admit(request) as job:
         state = job.state
 
-        def prepare() -> tuple[ChatWork, bool]:
-            body = parse_body(job.body)
+        def prepare(raw: bytes) -> tuple[ChatWork, bool]:
+            body = parse_body(raw)
             work = chat_work(state, job.engine, parse_chat(body, state.defaults()))
             return work, body.get("prompt_progress") is True
 
-        work, progress = await state.run_sized(len(job.body), prepare)
+        work, progress = await job.prepare(prepare)
         await constrain(state, work)
-        choices = submit(job, work.works, work.call.decoding)
+        choices = await submit(job, work.works, work.call.decoding)
         reply = _Reply(job, work, choices)
         if work.call.decoding.stream:
             ping = reply.empty_chunk() if progress and len(choices) == 1 else PING
             form = StreamFormat(reply.begin, reply.events, reply.end, reply.error, ping=ping)
             return await stream(job, choices, form)
         answers = await gather(job, choices)
-        return await state.run_on_thread(lambda: json_response(reply.whole(answers)))
+        return await whole_reply(job, lambda: reply.whole(answers))
 
 
 class _Reply:
@@ -65,7 +66,7 @@ class _Reply:
         return {
             **self._head,
             "object": "chat.completion",
-            "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
+            "choices": JsonList((self._choice(i, answer) for i, answer in enumerate(answers)), at_once=1),
             "usage": usage(self._choices),
             "timings": timings(self._choices[0].stream.usage),
         }

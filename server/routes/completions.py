@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
@@ -14,14 +15,15 @@ from glm53.engine.protocol import Token, TokenScore
 from glm53.tokenizer import Tokenizer
 
 from ..errors import ErrorReply
-from ..generation import Choice, StreamFormat, gather, stream, submit
+from ..generation import Choice, Frames, StreamFormat, gather, stream, submit
 from ..jobs import Job, admit
-from ..middleware import json_response
 from ..protocol.body import parse_body
 from ..protocol.events import Answer, ContentText, Done, Event
+from ..protocol.json_parts import JsonList
 from ..protocol.requests import CompletionCall, parse_completion
-from ..protocol.sse import frame
+from ..protocol.sse import frame, frame_parts
 from ..text_work import TextWork, constrain, scores, text_work
+from ..whole import whole_reply
 from ..wire import finite, timings, usage
 
 
@@ -30,20 +32,20 @@ async def completions(request: web.Request) -> web.StreamResponse:
     async with admit(request) as job:
         state = job.state
 
-        def prepare() -> tuple[CompletionCall, TextWork]:
-            call = parse_completion(parse_body(job.body), state.defaults())
+        def prepare(raw: bytes) -> tuple[CompletionCall, TextWork]:
+            call = parse_completion(parse_body(raw), state.defaults())
             return call, text_work(state, job.engine, call.prompts, call.decoding)
 
-        call, work = await state.run_sized(len(job.body), prepare)
+        call, work = await job.prepare(prepare)
         await constrain(state, work, call.decoding)
         top = call.decoding.top_logprobs
         echoed = await scores(job, work.prompts, top) if call.echo and top is not None else None
-        choices = submit(job, work.works, call.decoding)
+        choices = await submit(job, work.works, call.decoding)
         reply = _Reply(job, call, work, choices, echoed)
         if call.decoding.stream:
             return await stream(job, choices, StreamFormat(reply.begin, reply.events, reply.end, reply.error))
         answers = await gather(job, choices)
-        return await state.run_on_thread(lambda: json_response(reply.whole(answers)))
+        return await whole_reply(job, lambda: reply.whole(answers))
 
 
 @dataclass(slots=True)
@@ -52,20 +54,30 @@ class _Logprobs:
 
     tokenizer: Tokenizer
     offset: int = 0
-    lists: dict[str, list[Any]] = field(default_factory=dict)
 
-    def clear(self) -> None:
-        self.lists = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    def lists(self, scored: Iterable[_Scored]) -> dict[str, JsonList]:
+        """The lists of these tokens; the scores of a long prompt are written slice by slice."""
+        lists = {name: JsonList() for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
+        iterator = iter(scored)
+        while some := list(itertools.islice(iterator, 1024)):
+            for name, column in zip(lists, zip(*map(self._row, some), strict=True), strict=True):
+                lists[name].extend(column)
+        return lists
 
-    def add(self, data: bytes, logprob: float | None, top: Sequence[tuple[int, float]], *, first: bool = False) -> None:
-        """`first`: nothing precedes the token, so it has no score."""
-        text = data.decode("utf-8", "replace")
-        best = {self.tokenizer.token_bytes(i).decode("utf-8", "replace"): finite(v) for i, v in top}
-        self.lists["tokens"].append(text)
-        self.lists["token_logprobs"].append(None if first else finite(logprob))
-        self.lists["top_logprobs"].append(None if first else best)
-        self.lists["text_offset"].append(self.offset)
-        self.offset += len(text)
+    def _row(self, scored: _Scored) -> tuple[str, float | None, dict[str, float] | None, int]:
+        text = scored.data.decode("utf-8", "replace")
+        best = {self.tokenizer.token_bytes(i).decode("utf-8", "replace"): finite(v) for i, v in scored.top}
+        offset, self.offset = self.offset, self.offset + len(text)
+        return text, None if scored.first else finite(scored.logprob), None if scored.first else best, offset
+
+
+class _Scored(NamedTuple):
+    """A token of prompt or answer; `first`: nothing precedes it, so it has no score."""
+
+    data: bytes
+    logprob: float | None
+    top: Sequence[tuple[int, float]]
+    first: bool = False
 
 
 class _Reply:
@@ -98,25 +110,23 @@ class _Reply:
             return ""
         return self._tokenizer.decode(self._work.prompts[index // self._call.decoding.n]).decode("utf-8", "replace")
 
-    def _lists(self, index: int, tokens: Sequence[Token], *, with_echo: bool) -> dict[str, Any] | None:
+    def _lists(self, index: int, tokens: Sequence[Token], *, with_echo: bool) -> dict[str, JsonList] | None:
         if self._call.decoding.top_logprobs is None:
             return None
-        logprobs = self._logprobs[index]
-        logprobs.clear()
-        if with_echo and self._echoed is not None:
-            for i, score in enumerate(self._echoed[index // self._call.decoding.n]):
-                logprobs.add(self._tokenizer.token_bytes(score.id), score.logprob, score.top, first=i == 0)
-        for token in tokens:
-            logprobs.add(token.data, token.logprob, token.top)
-        return logprobs.lists
+        echoed = self._echoed[index // self._call.decoding.n] if with_echo and self._echoed is not None else ()
+        prompt = (_Scored(self._tokenizer.token_bytes(s.id), s.logprob, s.top, i == 0) for i, s in enumerate(echoed))
+        answer = (_Scored(t.data, t.logprob, t.top) for t in tokens)
+        return self._logprobs[index].lists(itertools.chain(prompt, answer))
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        out = []
-        for i, answer in enumerate(answers):
-            lists = self._lists(i, answer.tokens, with_echo=True)
-            reason = answer.done.reason if answer.done else "stop"
-            out.append({"index": i, "text": self._echo(i) + answer.content, "logprobs": lists, "finish_reason": reason})
-        return {**self._head, "choices": out, "usage": self._usage(), "timings": self._timings()}
+        choices = JsonList((self._choice(i, answer) for i, answer in enumerate(answers)), at_once=1)
+        return {**self._head, "choices": choices, "usage": self._usage(), "timings": self._timings()}
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        lists = self._lists(index, answer.tokens, with_echo=True)
+        reason = answer.done.reason if answer.done else "stop"
+        text = self._echo(index) + answer.content
+        return {"index": index, "text": text, "logprobs": lists, "finish_reason": reason}
 
     def _usage(self) -> dict[str, Any]:
         """Unlike in a chat, there may be several prompts."""
@@ -130,22 +140,21 @@ class _Reply:
     def _timings(self) -> dict[str, Any]:
         return timings(self._choices[0].stream.usage)
 
-    def begin(self) -> bytes:
-        if not self._call.echo:
-            return b""
-        return b"".join(
-            self._frame(c.index, self._echo(c.index), self._lists(c.index, (), with_echo=True)) for c in self._choices
-        )
+    def begin(self) -> Frames:
+        out: list[bytes] = []
+        for c in self._choices if self._call.echo else ():
+            out += self._frame(c.index, self._echo(c.index), self._lists(c.index, (), with_echo=True))
+        return out
 
     def events(self, choice: Choice, events: list[Event]) -> bytes:
-        out = b""
+        out: list[bytes] = []
         for event in events:
             if isinstance(event, ContentText):
                 lists = self._lists(choice.index, event.tokens, with_echo=False)
                 out += self._frame(choice.index, event.text, lists)
             elif isinstance(event, Done):
                 out += self._frame(choice.index, "", None, event.reason)
-        return out
+        return b"".join(out)
 
     def end(self) -> bytes:
         if not self._call.decoding.include_usage:
@@ -155,6 +164,8 @@ class _Reply:
     def error(self, reply: ErrorReply) -> bytes:
         return frame(reply.openai())
 
-    def _frame(self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None = None) -> bytes:
+    def _frame(
+        self, index: int, text: str, logprobs: dict[str, JsonList] | None, reason: str | None = None
+    ) -> list[bytes]:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return frame({**self._head, "choices": [choice]})
+        return frame_parts({**self._head, "choices": [choice]})

@@ -12,15 +12,16 @@ from glm53.engine.protocol import Token, TokenScore
 
 from ..chat_work import render_prompt
 from ..errors import ErrorReply
-from ..generation import Choice, StreamFormat, gather, stream, submit
+from ..generation import Choice, Frames, StreamFormat, gather, stream, submit
 from ..jobs import Job, admit
-from ..middleware import json_response
 from ..protocol.body import parse_body
 from ..protocol.events import Answer, ContentText, Done, Event
+from ..protocol.json_parts import JsonList
 from ..protocol.requests import GenerateCall, parse_detokenize, parse_generate, parse_tokenize
-from ..protocol.sse import frame
+from ..protocol.sse import frame, frame_parts
 from ..text_work import TextWork, constrain, scores, text_work
-from ..wire import JsonList, finite
+from ..whole import whole_reply
+from ..wire import finite
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -28,26 +29,26 @@ async def generate(request: web.Request) -> web.StreamResponse:
     async with admit(request) as job:
         state = job.state
 
-        def prepare() -> tuple[GenerateCall, TextWork]:
-            call = parse_generate(parse_body(job.body), state.defaults())
+        def prepare(raw: bytes) -> tuple[GenerateCall, TextWork]:
+            call = parse_generate(parse_body(raw), state.defaults())
             special = call.show_special
             return call, text_work(
                 state, job.engine, call.prompts, call.decoding, show_special=special, keep_tokens=True
             )
 
-        call, work = await state.run_sized(len(job.body), prepare)
+        call, work = await job.prepare(prepare)
         await constrain(state, work, call.decoding)
         scored = await scores(job, work.prompts, call.decoding.top_logprobs or 0) if _wants_scores(call) else None
         reply = _Reply(job, call, work)
         if scored is not None:
             await state.run_on_thread(lambda: reply.add_scores(scored))
         if scored is not None and call.decoding.max_tokens == 0 and not call.decoding.stream:
-            return await state.run_on_thread(lambda: json_response(reply.scores_only()))
-        choices = submit(job, work.works, call.decoding)
+            return await whole_reply(job, reply.scores_only)
+        choices = await submit(job, work.works, call.decoding)
         if call.decoding.stream:
             return await stream(job, choices, StreamFormat(lambda: b"", reply.events, lambda: b"", reply.error))
         answers = await gather(job, choices)
-        return await state.run_on_thread(lambda: json_response(reply.whole(choices, answers)))
+        return await whole_reply(job, lambda: reply.whole(choices, answers))
 
 
 def _wants_scores(call: GenerateCall) -> bool:
@@ -108,14 +109,14 @@ class _Reply:
         ]
         return out if self._call.batch else out[0]
 
-    def events(self, choice: Choice, events: list[Event]) -> bytes:
+    def events(self, choice: Choice, events: list[Event]) -> Frames:
         done = None
         for event in events:
             if isinstance(event, ContentText):
                 self._add(choice.index, event.text, event.tokens)
             elif isinstance(event, Done):
                 done = event
-        return frame(self._object(choice, done) | ({"index": choice.index} if len(self._texts) > 1 else {}))
+        return frame_parts(self._object(choice, done) | ({"index": choice.index} if len(self._texts) > 1 else {}))
 
     def error(self, reply: ErrorReply) -> bytes:
         return frame(reply.openai())
@@ -146,9 +147,9 @@ class _Reply:
     def _add_logprobs(self, meta: dict[str, Any], index: int) -> None:
         sides = {"input": self._inputs[index // self._call.decoding.n], "output": self._outputs[index]}
         for side, logprobs in sides.items():
-            meta[f"{side}_token_logprobs"] = logprobs.tokens.fragment()
+            meta[f"{side}_token_logprobs"] = logprobs.tokens
             if self._call.decoding.top_logprobs:
-                meta[f"{side}_top_logprobs"] = logprobs.top.fragment()
+                meta[f"{side}_top_logprobs"] = logprobs.top
 
     def _entry(self, token_id: int, logprob: float | None) -> list[Any]:
         """[logprob, id, text or null]; the first token of a prompt has no logprob."""
@@ -173,8 +174,8 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
     async with admit(request) as job:
         state = job.state
 
-        def work() -> dict[str, Any]:
-            call = parse_tokenize(parse_body(job.body), state.defaults())
+        def work(raw: bytes) -> dict[str, Any]:
+            call = parse_tokenize(parse_body(raw), state.defaults())
             limit = {"max_model_len": job.engine.info.context}
             if call.chat is not None:
                 ids = render_prompt(state, call.chat).ids
@@ -184,7 +185,8 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
                 return {"tokens": tokens, "count": [len(t) for t in tokens], **limit}
             return {"tokens": tokens[0], "count": len(tokens[0]), **limit}
 
-        return json_response(await state.run_sized(len(job.body), work))
+        result = await job.prepare(work)
+        return await whole_reply(job, lambda: result)
 
 
 async def detokenize(request: web.Request) -> web.StreamResponse:
@@ -192,9 +194,10 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
     async with admit(request) as job:
         state = job.state
 
-        def work() -> dict[str, Any]:
-            lists, batch = parse_detokenize(parse_body(job.body), state.defaults())
+        def work(raw: bytes) -> dict[str, Any]:
+            lists, batch = parse_detokenize(parse_body(raw), state.defaults())
             texts = [state.tokenizer.decode(ids).decode("utf-8", "replace") for ids in lists]
             return {"text": texts if batch else texts[0]}
 
-        return json_response(await state.run_sized(len(job.body), work))
+        result = await job.prepare(work)
+        return await whole_reply(job, lambda: result)

@@ -15,19 +15,20 @@ from ..protocol.body import parse_body
 from ..protocol.events import Event
 from ..protocol.sse import frame
 from ..protocol.usage import TokenCounts
+from ..whole import whole_reply
 from ..wire import counts
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, streamed or whole."""
     async with admit(request) as job:
-        work = await job.state.run_sized(len(job.body), lambda: _work(job))
+        work = await job.prepare(lambda raw: _work(job, raw))
         await constrain(job.state, work)
-        choices = submit(job, work.works, work.call.decoding)
+        choices = await submit(job, work.works, work.call.decoding)
         reply = MessagesReply(job.state.options.served_name)
         if not work.call.decoding.stream:
             [answer] = await gather(job, choices)
-            return await job.state.run_on_thread(lambda: json_response(reply.whole(answer, counts(choices[0]))))
+            return await whole_reply(job, lambda: reply.whole(answer, counts(choices[0])))
 
         def write(choice: Choice, events: list[Event]) -> bytes:
             return reply.events(events)
@@ -42,8 +43,8 @@ async def messages(request: web.Request) -> web.StreamResponse:
         return await stream(job, choices, form)
 
 
-def _work(job: Job) -> ChatWork:
-    call = parse_messages(parse_body(job.body), job.state.defaults())
+def _work(job: Job, raw: bytes) -> ChatWork:
+    call = parse_messages(parse_body(raw), job.state.defaults())
     return chat_work(job.state, job.engine, call, new_id=new_tool_use_id)
 
 
@@ -56,7 +57,7 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     async with admit(request) as job:
         state = job.state
 
-        def count() -> int:
-            return len(render_prompt(state, parse_messages(parse_body(job.body), state.defaults())).ids)
+        def count(raw: bytes) -> int:
+            return len(render_prompt(state, parse_messages(parse_body(raw), state.defaults())).ids)
 
-        return json_response({"input_tokens": await state.run_sized(len(job.body), count)})
+        return json_response({"input_tokens": await job.prepare(count)})

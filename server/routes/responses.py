@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from aiohttp import web
 
@@ -10,11 +11,12 @@ from ..chat_work import ChatWork, chat_work, constrain
 from ..errors import ErrorReply
 from ..generation import Choice, StreamFormat, gather, stream, submit
 from ..jobs import admit
-from ..middleware import json_response
 from ..protocol.body import parse_body
 from ..protocol.events import Event
+from ..protocol.json_parts import Finished
 from ..protocol.responses import ResponsesCall, parse_responses
 from ..protocol.responses_reply import ResponsesReply
+from ..whole import whole_reply
 from ..wire import counts, token_logprobs
 
 
@@ -23,19 +25,20 @@ async def responses(request: web.Request) -> web.StreamResponse:
     async with admit(request) as job:
         state = job.state
 
-        def prepare() -> tuple[ResponsesCall, ChatWork]:
-            call = parse_responses(parse_body(job.body), state.defaults())
-            return call, chat_work(state, job.engine, call.chat)
+        def prepare(raw: bytes) -> tuple[ResponsesCall, ChatWork]:
+            call = parse_responses(parse_body(raw), state.defaults())
+            work = chat_work(state, job.engine, call.chat)
+            return replace(call, echo={name: Finished(value) for name, value in call.echo.items()}), work
 
-        call, work = await state.run_sized(len(job.body), prepare)
+        call, work = await job.prepare(prepare)
         await constrain(state, work)
-        choices = submit(job, work.works, work.call.decoding)
+        choices = await submit(job, work.works, work.call.decoding)
         reply = ResponsesReply(
             state.options.served_name, int(time.time()), call, lambda tokens: [*token_logprobs(tokens, state.tokenizer)]
         )
         if not work.call.decoding.stream:
             [answer] = await gather(job, choices)
-            return await state.run_on_thread(lambda: json_response(reply.whole(answer, counts(choices[0]))))
+            return await whole_reply(job, lambda: reply.whole(answer, counts(choices[0])))
 
         def write(choice: Choice, events: list[Event]) -> bytes:
             return reply.events(events)

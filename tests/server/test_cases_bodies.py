@@ -206,7 +206,7 @@ def test_b59_context_overflow_is_a_status_before_any_stream(start: Start) -> Non
 
 
 def test_b59_what_exceeds_the_context_by_far_is_not_read_to_its_end(start: Start) -> None:
-    live = start(context=1000)
+    live = start(context=1000, max_body_bytes=16 * MIB)
     for text in ("word " * 1_000_000, "a" * 5_000_000, " " * 12_000_000):
         error = refused(live.chat(messages=user(text)))
         assert error["code"] == "context_length_exceeded"
@@ -217,7 +217,7 @@ def test_b59_what_exceeds_the_context_by_far_is_not_read_to_its_end(start: Start
 
 
 def test_what_no_tokenizer_can_read_is_refused_in_words(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    live = start()
+    live = start(max_body_bytes=16 * MIB)
     for body in ({"prompt": " " * 12_000_000}, {"messages": user(" " * 12_000_000)}):
         error = refused(live.post("/tokenize", body))
         assert error["code"] == "text_too_long"

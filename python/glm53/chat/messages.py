@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn
 import orjson
 
 from glm53.errors import RequestError
+from glm53.json_text import check_inner
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: dict[str, Role] = {
@@ -235,8 +236,10 @@ def _tool_call(raw: object, param: str, *, wrapped: bool = True) -> ToolCall:
 def parse_arguments(raw: object, param: str) -> Mapping[str, Any]:
     """Call arguments as an object: given as one, as its JSON text, or as nothing ("" or null)."""
     if isinstance(raw, str) and raw.strip():
+        data = raw.encode("utf-8", "replace")
+        check_inner(data, param)
         try:
-            raw = orjson.loads(raw)
+            raw = orjson.loads(data)
         except orjson.JSONDecodeError:
             _bad(f"Invalid '{param}': expected a string that holds a JSON object.", param)
     if raw is None or (isinstance(raw, str) and not raw.strip()):
