@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from glm53.engine.protocol import Engine
 from glm53.errors import RequestError
 
-from .generation import Work, stop_ids
+from .generation import Work, give_each, stop_ids
 from .prompt import Prompt, fit
 from .protocol.constraints import chat_constraint
 from .protocol.output import OutputParser, new_call_id
@@ -64,8 +64,8 @@ async def constrain(state: ServerState, work: ChatWork) -> None:
         return
 
     def compile_all() -> None:
-        for one in work.works:
-            one.constraint = chat_constraint(state.grammars, call, thinking_open=work.prompt.thinking, stop_ids=stops)
+        first = chat_constraint(state.grammars, call, thinking_open=work.prompt.thinking, stop_ids=stops)
+        give_each(work.works, first)
 
     await state.run_on_thread(compile_all)
 

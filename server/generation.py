@@ -81,6 +81,12 @@ def stop_ids(decoding: Decoding, state: ServerState) -> frozenset[int]:
     return own | state.tokenizer.special_ids(STOP_NAMES) | state.generation_config.eos_ids
 
 
+def give_each(works: Sequence[Work], constraint: Constraint | None) -> None:
+    """Give each stream a constraint of its own; compiled once, for that may take a second."""
+    for index, work in enumerate(works):
+        work.constraint = constraint.copy() if constraint is not None and index else constraint
+
+
 async def submit(job: Job, works: Sequence[Work], decoding: Decoding) -> list[Choice]:
     """Start all streams of a request. Raises PromptTooLong, RequestError or EngineError."""
     stops = stop_ids(decoding, job.state)

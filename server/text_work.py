@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from glm53.engine.protocol import Engine, TokenScore
 
 from .chat_work import check_choices
-from .generation import Work, stop_ids
+from .generation import Work, give_each, stop_ids
 from .jobs import Job
 from .prompt import fit
 from .protocol.constraints import text_constraint
@@ -61,8 +61,7 @@ async def constrain(state: ServerState, work: TextWork, decoding: Decoding) -> N
     stops = stop_ids(decoding, state)
 
     def compile_all() -> None:
-        for one in work.works:
-            one.constraint = text_constraint(state.grammars, decoding.response_format, stops)
+        give_each(work.works, text_constraint(state.grammars, decoding.response_format, stops))
 
     await state.run_on_thread(compile_all)
 

@@ -7,24 +7,27 @@ the grammar may end.
 Threads: `Grammars` is shared and only read after construction; each constraint belongs to one stream and is advanced by
 the engine's thread. Cost with 155,000 tokens: a second for `Grammars`, milliseconds to compile, a
 mask mostly under 0.1 ms and up to 10 ms where free text begins. A client's grammar cannot stop the engine: its size is
-limited, its first mask is computed while compiling, and one that gives up later ends its own answer (`failure`).
+limited, patterns that may be too much are tried elsewhere first (`grammar_trial`), its first mask is computed while
+compiling, and one that gives up later ends its own answer (`failure`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from .chat import Tool
 from .chat.segments import SPECIAL_NAMES
 from .engine.protocol import Constraint
 from .errors import RequestError
+from .grammar_trial import LIMITS, is_risky, refusal
 from .json_schema import object_schema, resolve
 from .tokenizer import Tokenizer
 
@@ -32,8 +35,6 @@ from .tokenizer import Tokenizer
 WHITESPACE = {"whitespace_pattern": r"[\x20\x0A]{0,32}"}
 TEXT_RULES = "TEXT: /(?s:.*)/ & ~/(?s:.*)<\\/arg_value>(?s:.*)/\nKEY: /[^<>\\s]{1,128}/\n"
 END_THINK = b"</think>"
-# A tenth of llguidance's own limits: a mask must cost the engine's thread milliseconds, whatever a client sends.
-LIMITS = LLParserLimits(initial_lexer_fuel=100_000, step_lexer_fuel=20_000)
 MOST_CHECKED = 256  # arguments that are tried one by one, at a millisecond each, where they cannot be enforced together
 
 Enforced = Callable[[str, Sequence[str]], bool]
@@ -86,7 +87,8 @@ class Grammars:
         budget = iter(range(MOST_CHECKED))
 
         def alone(rule: str, lines: Sequence[str]) -> bool:
-            return next(budget, None) is not None and self._is_valid(_lark([f"start: {rule}", *lines]))
+            grammar = _lark([f"start: {rule}", *lines])
+            return next(budget, None) is not None and not is_risky(grammar) and self._is_valid(grammar)
 
         for enforced in (lambda rule, lines: True, alone, lambda rule, lines: False):
             grammar = self._tool_grammar(tools, parallel, or_schema, enforced)
@@ -95,7 +97,7 @@ class Grammars:
         return self._compile(grammar, stop_ids, "tools")
 
     def _is_valid(self, grammar: str) -> bool:
-        return not LLMatcher.validate_grammar(grammar, self._ll, limits=LIMITS)
+        return not refusal(grammar, self._ll)
 
     def _tool_grammar(
         self, tools: Sequence[Tool], parallel: bool, or_schema: Mapping[str, Any] | None, enforced: Enforced
@@ -141,7 +143,7 @@ class Grammars:
         return f"<[{self.tokenizer.special_id(name)}]>"
 
     def _check(self, grammar: str, param: str) -> None:
-        if error := LLMatcher.validate_grammar(grammar, self._ll, limits=LIMITS):
+        if error := refusal(grammar, self._ll):
             raise _unsupported(error, param)
 
     def _compile(self, grammar: str, stop_ids: frozenset[int], param: str) -> Constraint:
@@ -216,8 +218,15 @@ class _GrammarConstraint:
         self._eos = eos
         self._not_text = not_text
         self._stop_ids = stop_ids | {eos}
+        self._ends = np.fromiter(self._stop_ids, np.intp, len(self._stop_ids))
         self._param = param
         self._ended = False
+
+    def copy(self) -> _GrammarConstraint:
+        """One in the same state for another stream: a client's grammar may take a second to compile."""
+        twin = copy(self)
+        twin._matcher = self._matcher.deep_copy()
+        return twin
 
     def allowed(self, vocab_size: int) -> Mask | None:
         if self._ended:
@@ -226,15 +235,12 @@ class _GrammarConstraint:
             bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
             mask = _sized(np.unpackbits(bits, bitorder="little").astype(np.bool_), vocab_size)
             mask[self._not_text[self._not_text < vocab_size]] = False
-            may_end = self._matcher.is_accepting()
-            for i in self._stop_ids:
-                if i < vocab_size:
-                    mask[i] = may_end
+            mask[self._ends[self._ends < vocab_size]] = self._matcher.is_accepting()
             if mask.any() and not self._matcher.is_error():
                 return mask
             self._fail("no text can follow")
         mask = np.zeros(vocab_size, dtype=np.bool_)
-        mask[[i for i in self._stop_ids if i < vocab_size]] = True
+        mask[self._ends[self._ends < vocab_size]] = True
         return mask
 
     def accept(self, token_id: int) -> None:
@@ -277,7 +283,7 @@ class ThinkingConstraint:
         self._tokenizer = tokenizer
         self._inner = inner
         self._thinking = thinking_open
-        self._stop_ids = stop_ids
+        self._ends = np.fromiter(stop_ids, np.intp, len(stop_ids))
         self._budget = budget
         self._used = 0
         self._tail = b""
@@ -285,6 +291,12 @@ class ThinkingConstraint:
         self._call_id = tokenizer.special_id("<tool_call>")
         self._think_id = tokenizer.special_id("<think>")
         self._end_id = tokenizer.special_id("</think>")
+
+    def copy(self) -> ThinkingConstraint:
+        """One in the same state for another stream."""
+        twin = copy(self)
+        twin._inner = self._inner.copy() if self._inner else None
+        return twin
 
     @property
     def failure(self) -> Exception | None:
@@ -302,7 +314,7 @@ class ThinkingConstraint:
             return None
         mask = np.ones(vocab_size, dtype=np.bool_)
         mask[self._tokenizer.size :] = False  # padding rows of the output layer
-        mask[[i for i in self._stop_ids if i < vocab_size]] = False
+        mask[self._ends[self._ends < vocab_size]] = False
         return mask
 
     def accept(self, token_id: int) -> None:

@@ -27,7 +27,7 @@ def text_constraint(
 def chat_constraint(
     grammars: Grammars, call: ChatCall, *, thinking_open: bool, stop_ids: frozenset[int]
 ) -> Constraint | None:
-    """For one answer to a conversation; build one for each of `n`. Raises RequestError for an unsupported schema."""
+    """For one answer to a conversation; others get a copy. Raises RequestError for an unsupported schema."""
     inner = _answer_constraint(grammars, call, stop_ids)
     if inner is not None and call.chat.continue_final and not call.tool_choice.forced:
         _accept_prefill(grammars, inner, call.messages[-1].content)

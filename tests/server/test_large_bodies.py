@@ -12,6 +12,7 @@ import pytest
 from conftest import Start, user
 
 from glm53 import json_text
+from glm53.grammar import Grammars
 from glm53.server import body as body_module
 from glm53.server.admission import BodyLease, BodyRoom
 from glm53.server.errors import Unavailable
@@ -276,3 +277,21 @@ def test_what_repeats_the_request_is_not_made_on_the_event_loop(
     assert live.stream(path, body).status == 200
     assert len(threads) == 2
     assert live.thread not in threads
+
+
+def test_the_answers_of_a_request_share_one_compiled_grammar(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take a second, and one request may ask for hundreds of answers."""
+    live, compiled, given = start(), [], []
+    compile_one, submit = Grammars._compile, live.engine.submit  # type: ignore[union-attr]
+
+    def counted(self: Grammars, *args: Any) -> Any:
+        compiled.append(args)
+        return compile_one(self, *args)
+
+    monkeypatch.setattr(Grammars, "_compile", counted)
+    live.engine.submit = lambda r: (given.append(r.constraint), submit(r))[1]  # type: ignore[union-attr,method-assign]
+    form = {"type": "json_object"}
+    assert live.chat(response_format=form, n=3, thinking_budget=5).status == 200
+    assert live.post("/v1/completions", {"prompt": ["a", "b"], "n": 2, "response_format": form}).status == 200
+    assert len(compiled) == 2
+    assert len({id(c) for c in given}) == 7

@@ -12,6 +12,7 @@ import pytest
 from protocol_helpers import TOOLS1, TOOLS1_RAW, ends, parser, tokenizer
 from tiny_checkpoint import TINY
 
+from glm53 import grammar_trial
 from glm53.chat import parse_tools
 from glm53.engine.protocol import Constraint, Token
 from glm53.errors import RequestError
@@ -383,3 +384,71 @@ def test_a_token_the_grammar_forbids_is_its_failure() -> None:
     assert c.failure is None
     c.accept(ids("Sure")[0])
     assert isinstance(c.failure, RequestError)
+
+
+def _patterns(count: int) -> list[dict[str, Any]]:
+    return [{"type": "string", "pattern": f"a{{{i},1000}}"} for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": _patterns(40)},  # would take minutes and gigabytes, in a thread that nothing can end
+        {"type": "object", "patternProperties": {f"^a{i}_.*$": {"type": "integer"} for i in range(1000)}},
+    ],
+)
+def test_patterns_that_take_for_ever_together_are_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="its patterns take more than 1 s or 1 GiB to compile together") as refused:
+        grammars().json_schema(schema, STOP)
+    assert refused.value.code == "unsupported_grammar"
+
+
+def test_many_patterns_that_do_not_meet_are_taken() -> None:
+    properties = {f"k{i}": schema for i, schema in enumerate(_patterns(30))}
+    assert allows(grammars().json_schema({"properties": properties, "required": ["k1"]}, STOP), ids('{"k1": "aa"'))
+    names = {"type": "object", "patternProperties": {"^x_": {"type": "integer"}}, "additionalProperties": False}
+    assert allows(grammars().json_schema(names, STOP), ids('{"x_1": 5}'))
+    assert not allows(grammars().json_schema(names, STOP), ids('{"y_1": 5}'))
+
+
+def test_only_grammars_with_many_patterns_are_tried_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(grammar_trial, "_trial", lambda grammar: tried.append(grammar) or "tried")
+    grammars().json_schema({"allOf": _patterns(2)}, STOP)
+    grammars().json_schema({"enum": ["pattern", "format", "patternProperties"] * 9}, STOP)
+    assert not tried
+    with pytest.raises(RequestError, match="tried"):
+        grammars().json_schema({"allOf": _patterns(9)}, STOP)
+    assert len(tried) == 1
+
+
+def test_a_trial_that_cannot_be_made_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/nonexistent/python")
+    with pytest.raises(RequestError, match=r"cannot be tried here \(No such file or directory\)"):
+        grammars().json_schema({"allOf": _patterns(9)}, STOP)
+
+
+def test_an_argument_with_too_many_patterns_leaves_the_others_typed() -> None:
+    parameters = {"properties": {"w": {"type": "array", "items": {"allOf": _patterns(40)}}, "n": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    c = constraint(False, tools=tools, tool_choice="required")
+    head = ids("<tool_call>", "f", "<arg_key>", "n", "</arg_key>", "<arg_value>")
+    assert c is not None
+    assert allows(c.copy(), [*head, *ids("5")])
+    assert not allows(c.copy(), [*head, *ids("x")])
+
+
+def test_copies_of_a_constraint_go_their_own_ways() -> None:
+    """The choices of a request share one compiled grammar."""
+    first = constraint(thinking=True, response_format=FORMAT, thinking_budget=9)
+    assert first is not None
+    assert allows(first, ids("so", "</think>", '{"answer": "'))
+    second = first.copy()
+    assert allows(first, ids('a"}'))
+    assert not first.copy().failure
+    assert allows(second, ids('b", "n": 5}'))
+    assert can_stop(first) == can_stop(second) == set(STOP)
+    second.accept(min(STOP))
+    first.accept(ids("x")[0])
+    assert first.failure
+    assert not second.failure

@@ -51,6 +51,10 @@ class Constraint(Protocol):
         """Advance by one sampled token."""
         ...
 
+    def copy(self) -> Constraint:
+        """One in the same state for another stream."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
