@@ -5,6 +5,7 @@ GLM writes string values verbatim and all others as JSON, without marking which 
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -37,64 +38,88 @@ ALIASES = {
 COMBINED = ("anyOf", "oneOf", "allOf")
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 MAX_DEPTH = 32
+MOST_LOOKED_AT = 2000
+"""Parts of a schema that one look-up visits, in a few ms: it happens on the event loop, whenever the model names an
+argument, and a client's schema may have 100,000."""
+
+
+class _Walk:
+    """One look-up: how much of the schema it may still visit, and the references that it has followed."""
+
+    def __init__(self) -> None:
+        self.left = MOST_LOOKED_AT
+        self.seen: set[str] = set()
+
+    def visits(self, depth: int) -> bool:
+        """Whether another part of the schema, that deep in it, is looked at."""
+        self.left -= 1
+        return self.left >= 0 and depth <= MAX_DEPTH
+
+    def follows(self, ref: str) -> bool:
+        """Whether `ref` was not met yet."""
+        if ref in self.seen:
+            return False
+        self.seen.add(ref)
+        return True
+
+    def fresh(self) -> _Walk:
+        """May follow all references again."""
+        self.seen = set()
+        return self
 
 
 def argument_types(parameters: Mapping[str, Any] | None, key: str) -> frozenset[str]:
     """JSON type names that `key` may have under a tool's parameter schema; a key the schema lacks is a string."""
-    root = parameters or {}
-    parts = list(_parts(root, root, set(), 0))
+    root, walk = parameters or {}, _Walk()
+    parts = list(_parts(root, root, _Walk(), 0))
     named = [p["properties"] for p in parts if isinstance(p.get("properties"), Mapping)]
     said = [properties[key] for properties in named if key in properties]
     if not said:  # patterns are not tried: a client's may take for ever
         patterns = [p["patternProperties"] for p in parts if isinstance(p.get("patternProperties"), Mapping)]
-        said = [schema for table in patterns for schema in table.values()]
+        said = list(itertools.islice((schema for table in patterns for schema in table.values()), MOST_LOOKED_AT))
     if not said:
         said = [p.get("additionalProperties") for p in parts]
-    types = frozenset[str]().union(*(_types(schema, root, set(), 0) for schema in said))
+    types = frozenset[str]().union(*(_types(schema, root, walk.fresh(), 0) for schema in said))
     return types or (STRING if named else ANY)
 
 
-def _parts(schema: object, root: Mapping[str, Any], seen: set[str], depth: int) -> Iterator[Mapping[str, Any]]:
-    """The schemas of one object: itself, and those it refers to or combines. A reference counts once (`seen`)."""
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+def _parts(schema: object, root: Mapping[str, Any], walk: _Walk, depth: int) -> Iterator[Mapping[str, Any]]:
+    """The schemas of one object: itself, and those it refers to or combines. A reference counts once."""
+    if not isinstance(schema, Mapping) or not walk.visits(depth):
         return
     yield schema
     ref = schema.get("$ref")
-    if isinstance(ref, str) and ref not in seen:
-        seen.add(ref)
-        yield from _parts(resolve(ref, root), root, seen, depth + 1)
+    if isinstance(ref, str) and walk.follows(ref):
+        yield from _parts(resolve(ref, root), root, walk, depth + 1)
     for name in COMBINED:
         if isinstance(schema.get(name), list):
-            for part in schema[name]:
-                yield from _parts(part, root, seen, depth + 1)
+            for part in schema[name][:MOST_LOOKED_AT]:
+                yield from _parts(part, root, walk, depth + 1)
 
 
-def _types(schema: object, root: Mapping[str, Any], seen: set[str], depth: int) -> frozenset[str]:
-    """Empty = the schema does not say. A reference counts once (`seen`): schemas may be recursive."""
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+def _types(schema: object, root: Mapping[str, Any], walk: _Walk, depth: int) -> frozenset[str]:
+    """Empty = the schema does not say. A reference counts once: schemas may be recursive."""
+    if not isinstance(schema, Mapping) or not walk.visits(depth):
         return frozenset()
     ref = schema.get("$ref")
     if isinstance(ref, str):
-        if ref in seen:
-            return frozenset()
-        seen.add(ref)
-        return _types(resolve(ref, root), root, seen, depth + 1)
-    types = _own_types(schema, root, seen, depth)
+        return _types(resolve(ref, root), root, walk, depth + 1) if walk.follows(ref) else frozenset()
+    types = _own_types(schema, root, walk, depth)
     return types | {"null"} if types and schema.get("nullable") is True else types  # OpenAPI 3.0
 
 
-def _own_types(schema: Mapping[str, Any], root: Mapping[str, Any], seen: set[str], depth: int) -> frozenset[str]:
+def _own_types(schema: Mapping[str, Any], root: Mapping[str, Any], walk: _Walk, depth: int) -> frozenset[str]:
     kind = schema.get("type")
     if isinstance(kind, str | list):
         names = [k.lower() for k in ([kind] if isinstance(kind, str) else kind) if isinstance(k, str)]
         return frozenset(ALIASES.get(n, n) for n in names)
     if isinstance(schema.get("enum"), list):
-        return frozenset(_KINDS[type(v)] for v in schema["enum"] if type(v) in _KINDS)
+        return frozenset(_KINDS[type(v)] for v in schema["enum"][:MOST_LOOKED_AT] if type(v) in _KINDS)
     if "const" in schema:
         return frozenset({_KINDS.get(type(schema["const"]), "string")})
     for name in COMBINED:
         if isinstance(schema.get(name), list):
-            parts = [_types(s, root, seen, depth + 1) for s in schema[name]]
+            parts = [_types(s, root, walk, depth + 1) for s in schema[name][:MOST_LOOKED_AT]]
             return frozenset().union(*parts)
     if "properties" in schema:
         return frozenset({"object"})

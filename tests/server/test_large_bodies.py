@@ -17,6 +17,7 @@ from glm53.server import body as body_module
 from glm53.server.admission import BodyLease, BodyRoom
 from glm53.server.errors import Unavailable
 from glm53.server.options import MIB, ServerOptions
+from glm53.server.protocol import schema
 from glm53.server.protocol.json_parts import PART, Finished, JsonList, dump
 from glm53.server.protocol.sse import frame, frame_parts
 from glm53.server.sse import SseResponse
@@ -295,3 +296,32 @@ def test_the_answers_of_a_request_share_one_compiled_grammar(start: Start, monke
     assert live.post("/v1/completions", {"prompt": ["a", "b"], "n": 2, "response_format": form}).status == 200
     assert len(compiled) == 2
     assert len({id(c) for c in given}) == 7
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": {"anyOf": [{"type": "integer"}] * 50_000}}},
+        {"properties": {"a": {"enum": [1] * 50_000}}},
+        {"allOf": [{"properties": {"a": {"type": "integer"}}}] * 50_000},
+        {"properties": {}, "patternProperties": {f"a{i}": {"type": "integer"} for i in range(50_000)}},
+        {"properties": {"a": {"$ref": "#/$defs/0"}},
+         "$defs": {str(i): {"anyOf": [{"type": "integer"}, {"$ref": f"#/$defs/{i + 1}"}] * 9} for i in range(9000)}},
+    ],
+)  # fmt: skip
+def test_little_of_a_huge_schema_is_looked_at_for_one_argument(parameters: dict[str, Any]) -> None:
+    """It happens on the event loop, each time the model names an argument."""
+    looked: list[None] = []
+
+    class Counted(dict[str, Any]):
+        def get(self, *args: Any) -> Any:
+            looked.append(None)
+            return super().get(*args)
+
+    def counted(value: Any) -> Any:
+        if isinstance(value, dict):
+            return Counted({k: counted(v) for k, v in value.items()})
+        return [counted(v) for v in value] if isinstance(value, list) else value
+
+    assert schema.argument_types(counted(parameters), "a") == {"integer"}
+    assert len(looked) < 10 * schema.MOST_LOOKED_AT
