@@ -45,8 +45,12 @@ def _message_item(item_id: str, text: str | None, status: str, scores: Scores) -
     return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
+def _reasoning_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
+
+
 def _reasoning_item(item_id: str, text: str | None, status: str) -> dict[str, Any]:
-    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
+    content = [] if text is None else [_reasoning_part(text)]
     return {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": status}
 
 
@@ -172,8 +176,9 @@ class ResponsesReply:
         added = self._event(
             "response.output_item.added", output_index=len(self._output), item=self._item("in_progress", None)
         )
-        if kind == "message":
-            added += self._part_event("response.content_part.added", part=_text_part("", []))
+        if kind != "call":
+            part = _text_part("", []) if kind == "message" else _reasoning_part("")
+            added += self._part_event("response.content_part.added", part=part)
         return closed + added
 
     def _item(self, status: str, text: str | None) -> dict[str, Any]:
@@ -205,7 +210,8 @@ class ResponsesReply:
             done = self._part_event("response.output_text.done", text=text, logprobs=self._scores)
             return done + self._part_event("response.content_part.done", part=_text_part(text, self._scores))
         if self._kind == "reasoning":
-            return self._part_event("response.reasoning_text.done", text=text)
+            done = self._part_event("response.reasoning_text.done", text=text)
+            return done + self._part_event("response.content_part.done", part=_reasoning_part(text))
         if self._custom():
             delta = self._item_event("response.custom_tool_call_input.delta", delta=item["input"])
             return delta + self._item_event("response.custom_tool_call_input.done", input=item["input"])
