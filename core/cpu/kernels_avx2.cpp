@@ -7,6 +7,7 @@
 #include <immintrin.h>
 
 #include "cpu/block_avx2.h"
+#include "cpu/by_rows.h"
 #include "cpu/kernels.h"
 #include "exl3/constants.h"
 
@@ -196,7 +197,12 @@ inline void add_columns(__m256i p0, __m256i p1, __m256i p2, __m256i p3, float sc
 }
 
 template <int Bits, int Rows>
-void gemv_rows(const Gemv& g) {
+struct Kernel {
+    static void multiply(const Gemv& g);
+};
+
+template <int Bits, int Rows>
+void Kernel<Bits, Rows>::multiply(const Gemv& g) {
     constexpr int kTileBytes = 32 * Bits;
     const Windows<Bits> windows;
     const ptrdiff_t row_bytes = static_cast<ptrdiff_t>(g.n_tiles) * kTileBytes;
@@ -223,15 +229,6 @@ void gemv_rows(const Gemv& g) {
     }
 }
 
-template <int Bits>
-void gemv(const Gemv* g) {
-    using Rows = void (*)(const Gemv&);
-    static constexpr Rows kByRows[kMaxRows] = {gemv_rows<Bits, 1>, gemv_rows<Bits, 2>, gemv_rows<Bits, 3>,
-                                               gemv_rows<Bits, 4>, gemv_rows<Bits, 5>, gemv_rows<Bits, 6>,
-                                               gemv_rows<Bits, 7>, gemv_rows<Bits, 8>};
-    kByRows[g->rows - 1](*g);
-}
-
 // Order of a tile row's 16 values, each twice. One row: per position j = 0..3 its four rows' values, each for the two
 // byte pairs of a state. Several: positions (0, 1), then (2, 3), four values each, once for each half of a vector.
 float quantise(const float* x, const uint16_t* suh, Activations* out, int row, int block) {
@@ -254,6 +251,7 @@ float quantise(const float* x, const uint16_t* suh, Activations* out, int row, i
 
 }  // namespace
 
-const Kernels kAvx2Kernels = {"avx2", 2, quantise, {gemv<2>, gemv<3>, gemv<4>}, rotate_out_avx2, swiglu_avx2};
+const Kernels kAvx2Kernels = {
+    "avx2", 2, quantise, {gemv<Kernel, 2>, gemv<Kernel, 3>, gemv<Kernel, 4>}, rotate_out_avx2, swiglu_avx2};
 
 }  // namespace glm53::cpu

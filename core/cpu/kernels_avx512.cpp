@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "cpu/block_avx2.h"
+#include "cpu/by_rows.h"
 #include "cpu/kernels.h"
 #include "cpu/pass_avx512.h"
 #include "exl3/constants.h"
@@ -195,26 +196,13 @@ inline void run_pass(const Windows<Bits>& windows, const Pass& pass, RowSums<Row
 template <int Bits, int Rows>
 struct Kernel {
     using Sums = RowSums<Rows>;
+    static void multiply(const Gemv& g) { walk<Bits, Rows, Kernel>(g); }
     Windows<Bits> windows;
     void run(const Pass& pass, Sums& sums) { run_pass<Bits, Rows>(windows, pass, sums); }
     static __m512i total(const Sums& sums, int r) {
         return fold(sums[0][0][r], sums[0][1][r], sums[1][0][r], sums[1][1][r]);
     }
 };
-
-template <int Bits, int Rows>
-void gemv_rows(const Gemv& g) {
-    walk<Bits, Rows, Kernel<Bits, Rows>>(g);
-}
-
-template <int Bits>
-void gemv(const Gemv* g) {
-    using Rows = void (*)(const Gemv&);
-    static constexpr Rows kByRows[kMaxRows] = {gemv_rows<Bits, 1>, gemv_rows<Bits, 2>, gemv_rows<Bits, 3>,
-                                               gemv_rows<Bits, 4>, gemv_rows<Bits, 5>, gemv_rows<Bits, 6>,
-                                               gemv_rows<Bits, 7>, gemv_rows<Bits, 8>};
-    kByRows[g->rows - 1](*g);
-}
 
 float quantise(const float* x, const uint16_t* suh, Activations* out, int row, int block) {
     const ptrdiff_t index = row * (out->stride / kBlock) + block;
@@ -223,6 +211,7 @@ float quantise(const float* x, const uint16_t* suh, Activations* out, int row, i
 
 }  // namespace
 
-const Kernels kAvx512Kernels = {"avx512", 1, quantise, {gemv<2>, gemv<3>, gemv<4>}, rotate_out_avx2, swiglu_avx2};
+const Kernels kAvx512Kernels = {
+    "avx512", 1, quantise, {gemv<Kernel, 2>, gemv<Kernel, 3>, gemv<Kernel, 4>}, rotate_out_avx2, swiglu_avx2};
 
 }  // namespace glm53::cpu

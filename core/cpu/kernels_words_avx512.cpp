@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "cpu/block_avx2.h"
+#include "cpu/by_rows.h"
 #include "cpu/kernels.h"
 #include "cpu/pass_avx512.h"
 #include "cpu/quads_avx512.h"
@@ -87,24 +88,11 @@ inline void run_pass(Decoder<Bits>& decoder, const Pass& pass, RowSums<Rows>& su
 template <int Bits, int Rows>
 struct Kernel {
     using Sums = RowSums<Rows>;
+    static void multiply(const Gemv& g) { walk<Bits, Rows, Kernel>(g); }
     Decoder<Bits> decoder;
     void run(const Pass& pass, Sums& sums) { run_pass<Bits, Rows>(decoder, pass, sums); }
     static __m512i total(const Sums& sums, int r) { return fold(sums[0][r], sums[1][r]); }
 };
-
-template <int Bits, int Rows>
-void gemv_rows(const Gemv& g) {
-    walk<Bits, Rows, Kernel<Bits, Rows>>(g);
-}
-
-template <int Bits>
-void gemv(const Gemv* g) {
-    using Rows = void (*)(const Gemv&);
-    static constexpr Rows kByRows[kMaxRows] = {gemv_rows<Bits, 1>, gemv_rows<Bits, 2>, gemv_rows<Bits, 3>,
-                                               gemv_rows<Bits, 4>, gemv_rows<Bits, 5>, gemv_rows<Bits, 6>,
-                                               gemv_rows<Bits, 7>, gemv_rows<Bits, 8>};
-    kByRows[g->rows - 1](*g);
-}
 
 // Each 16 values in the order 0, 1, 8, 9, 2, 3, 10, 11, ...: four to a pair of quads.
 float quantise(const float* x, const uint16_t* suh, Activations* out, int row, int block) {
@@ -121,6 +109,7 @@ float quantise(const float* x, const uint16_t* suh, Activations* out, int row, i
 
 }  // namespace
 
-const Kernels kAvx512WordKernels = {"avx512w", 1, quantise, {gemv<2>, gemv<3>, gemv<4>}, rotate_out_avx2, swiglu_avx2};
+const Kernels kAvx512WordKernels = {
+    "avx512w", 1, quantise, {gemv<Kernel, 2>, gemv<Kernel, 3>, gemv<Kernel, 4>}, rotate_out_avx2, swiglu_avx2};
 
 }  // namespace glm53::cpu

@@ -261,10 +261,9 @@ bool CpuLane::compute(int worker, const LaneSlot& slot, std::uint64_t job) {
     const int active = mine.plan.workers(threads());
     if (worker >= active) return true;
     Waiter waiter(*this, mine, job);
-    return teams_[job & 1].work(
-        kernels_,
-        {table, mine.plan, mine.plan.waves().front(), slot.x, in.weights, in.top_k, slot.result, in.rows, active},
-        waiter);
+    return teams_[job & 1].work({kernels_, table, mine.plan, mine.plan.waves().front(), slot.x, in.weights, in.top_k,
+                                 slot.result, in.rows, active},
+                                waiter);
 }
 
 void CpuLane::decide(LaneVerdict verdict, std::uint64_t job) {

@@ -109,7 +109,7 @@ void CpuMoe::run_pass(const ExpertTable& table, const MoeCall& call) {
 void CpuMoe::compute(const ExpertTable& table, const MoeCall& call, int active) {
     Patient waiter;
     for (const MoePlan::Wave& wave : plan_.waves()) {
-        team_.work(kernels_, {table, plan_, wave, call.x, call.weights, call.top_k, call.out, call.rows, active},
+        team_.work({kernels_, table, plan_, wave, call.x, call.weights, call.top_k, call.out, call.rows, active},
                    waiter);
         meet(wave, active);
     }

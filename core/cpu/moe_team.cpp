@@ -34,6 +34,50 @@ void each_block(int begin, int end, Each each) {
     }
 }
 
+// Takes shares of a line of work whose groups have `units` units each, as long as there are some to take, and gives
+// each(group, begin, end) those of every group. False as soon as one such call is.
+template <class Each>
+bool take_shares(MoeTeam::Count& next, const MoeJob& job, int units, Each each) {
+    for (;;) {
+        const int64_t ticket = next.value.fetch_add(1, std::memory_order_relaxed);
+        const MoePlan::Range share = MoePlan::share(job.wave, units, ticket, job.workers);
+        if (share.begin == share.end) return true;
+        for (int g = job.wave.begin; g < job.wave.end; ++g) {
+            const MoePlan::Range mine = job.plan.units(job.wave, job.group(g), units, share);
+            if (mine.begin == mine.end) continue;
+            if (!each(g, static_cast<int>(mine.begin), static_cast<int>(mine.end))) return false;
+        }
+    }
+}
+
+// A matrix of k inputs and n outputs, and what it is multiplied with for all slots of a wave.
+struct Product {
+    const ExpertMatrix& matrix;
+    const Prepared& input;  // (slots, k)
+    int64_t k, n;
+    float* y;  // (slots, n)
+};
+
+// Units [begin, end) of y for a group's slots, before the rotation.
+void multiply(const MoeJob& job, const MoePlan::Group& group, const Product& product, int begin, int end) {
+    const int64_t slot = job.slot(group), n = product.n;
+    float* y = product.y + slot * n;
+    for (int r = 0; r < group.rows; ++r) {
+        std::fill_n(y + r * n + begin * kPairColumns, (end - begin) * kPairColumns, 0.0f);
+    }
+    const Gemv gemv{product.matrix.trellis,
+                    static_cast<int>(n / 16),
+                    begin * kPairTiles,
+                    end * kPairTiles,
+                    0,
+                    static_cast<int>(product.k / kBlock),
+                    group.rows,
+                    product.input.view(job.kernels, product.k, slot, group.rows),
+                    y,
+                    n};
+    job.kernels.gemv[product.matrix.bits - kMinBits](&gemv);
+}
+
 }  // namespace
 
 void Prepared::reserve(const Kernels& kernels, int64_t slots, int64_t channels) {
@@ -106,164 +150,120 @@ bool MoeTeam::fill(Count& count, int64_t more, int64_t full) {
     return true;
 }
 
-bool MoeTeam::work(const Kernels& kernels, const MoeWave& wave, MoeWaiter& waiter) {
-    prepare(kernels, wave);
-    if (!wait(prepared_, int64_t{wave.wave.slots} * (wave.table.hidden() / kBlock), waiter)) return false;
-    gate_up(kernels, wave);
-    return down(kernels, wave, waiter);
+bool MoeTeam::work(const MoeJob& job, MoeWaiter& waiter) {
+    prepare(job);
+    if (!wait(prepared_, int64_t{job.wave.slots} * (job.table.hidden() / kBlock), waiter)) return false;
+    gate_up(job);
+    return down(job, waiter);
 }
 
-void MoeTeam::prepare(const Kernels& kernels, const MoeWave& w) {
-    const int64_t all = int64_t{w.wave.slots} * (w.table.hidden() / kBlock);
-    const int64_t size = (all + 2 * w.workers - 1) / (2 * w.workers);
+void MoeTeam::prepare(const MoeJob& job) {
+    const int64_t all = int64_t{job.wave.slots} * (job.table.hidden() / kBlock);
+    const int64_t size = (all + 2 * job.workers - 1) / (2 * job.workers);
     int64_t done = 0;
     for (;;) {
         const int64_t begin = next_input_.value.fetch_add(1, std::memory_order_relaxed) * size;
         if (begin >= all) break;
         const int64_t end = std::min(begin + size, all);
-        quantise(kernels, w, begin, end);
+        quantise(job, begin, end);
         done += end - begin;
     }
     if (done) prepared_.value.fetch_add(done, std::memory_order_release);
 }
 
 // Blocks [begin, end) of the wave's input, slot by slot.
-void MoeTeam::quantise(const Kernels& kernels, const MoeWave& w, int64_t begin, int64_t end) {
-    const int64_t hidden = w.table.hidden(), blocks = hidden / kBlock;
-    for (int g = w.wave.begin; g < w.wave.end; ++g) {
-        const MoePlan::Group& group = w.plan.groups()[static_cast<size_t>(g)];
-        const Expert& expert = w.table[group.expert];
-        const int64_t slot = group.first - w.wave.first, base = slot * blocks;
+void MoeTeam::quantise(const MoeJob& job, int64_t begin, int64_t end) {
+    const int64_t hidden = job.table.hidden(), blocks = hidden / kBlock;
+    for (int g = job.wave.begin; g < job.wave.end; ++g) {
+        const MoePlan::Group& group = job.group(g);
+        const Expert& expert = job.table[group.expert];
+        const int64_t slot = job.slot(group), base = slot * blocks;
         for (int64_t i = std::max(begin, base); i < std::min(end, base + group.rows * blocks); ++i) {
             const int row = static_cast<int>((i - base) / blocks);
             const int block = static_cast<int>((i - base) % blocks);
-            const int64_t source = w.plan.order()[static_cast<size_t>(group.first + row)] / w.top_k;
-            const float* x = w.x + source * hidden + block * kBlock;
-            gate_input_.quantise(kernels, expert.gate, hidden, slot, group.rows, row, block, x);
-            up_input_.quantise(kernels, expert.up, hidden, slot, group.rows, row, block, x);
+            const int64_t source = job.plan.order()[static_cast<size_t>(group.first + row)] / job.top_k;
+            const float* x = job.x + source * hidden + block * kBlock;
+            gate_input_.quantise(job.kernels, expert.gate, hidden, slot, group.rows, row, block, x);
+            up_input_.quantise(job.kernels, expert.up, hidden, slot, group.rows, row, block, x);
         }
     }
 }
 
 // Runs of gate's and up's columns, as long as there are some to take.
-void MoeTeam::gate_up(const Kernels& kernels, const MoeWave& w) {
-    const int half = w.table.intermediate() / kPairColumns;
-    for (;;) {
-        const int64_t ticket = next_gate_up_.value.fetch_add(1, std::memory_order_relaxed);
-        const MoePlan::Range share = MoePlan::share(w.wave, 2 * half, ticket, w.workers);
-        if (share.begin == share.end) return;
-        for (int g = w.wave.begin; g < w.wave.end; ++g) {
-            const MoePlan::Group& group = w.plan.groups()[static_cast<size_t>(g)];
-            const MoePlan::Range units = w.plan.units(w.wave, group, 2 * half, share);
-            const int begin = static_cast<int>(units.begin), end = static_cast<int>(units.end);
-            if (begin < std::min(end, half)) multiply_half(kernels, w, g, false, begin, std::min(end, half));
-            if (std::max(begin, half) < end)
-                multiply_half(kernels, w, g, true, std::max(begin, half) - half, end - half);
-        }
-    }
+void MoeTeam::gate_up(const MoeJob& job) {
+    const int half = job.table.intermediate() / kPairColumns;
+    take_shares(next_gate_up_, job, 2 * half, [&](int g, int begin, int end) {
+        if (begin < half) multiply_half(job, g, false, begin, std::min(end, half));
+        if (end > half) multiply_half(job, g, true, std::max(begin, half) - half, end - half);
+        return true;
+    });
 }
 
 // Units [begin, end) of a group's gate or up, and the blocks that they complete.
-void MoeTeam::multiply_half(const Kernels& kernels, const MoeWave& w, int g, bool is_up, int begin, int end) {
-    const MoePlan::Group& group = w.plan.groups()[static_cast<size_t>(g)];
-    const ExpertMatrix& matrix = is_up ? w.table[group.expert].up : w.table[group.expert].gate;
-    const Prepared& input = is_up ? up_input_ : gate_input_;
-    const int64_t hidden = w.table.hidden(), inter = w.table.intermediate(), slot = group.first - w.wave.first;
-    float* y = (is_up ? up_ : gate_).data() + slot * inter;
-    for (int r = 0; r < group.rows; ++r) {
-        std::fill_n(y + r * inter + begin * kPairColumns, (end - begin) * kPairColumns, 0.0f);
-    }
-    const Gemv gemv{matrix.trellis,
-                    static_cast<int>(inter / 16),
-                    begin * kPairTiles,
-                    end * kPairTiles,
-                    0,
-                    static_cast<int>(hidden / kBlock),
-                    group.rows,
-                    input.view(kernels, hidden, slot, group.rows),
-                    y,
-                    inter};
-    kernels.gemv[matrix.bits - kMinBits](&gemv);
-    const int64_t blocks = inter / kBlock, at = (g - w.wave.begin) * blocks;
+void MoeTeam::multiply_half(const MoeJob& job, int g, bool is_up, int begin, int end) {
+    const MoePlan::Group& group = job.group(g);
+    const Expert& expert = job.table[group.expert];
+    const int64_t hidden = job.table.hidden(), inter = job.table.intermediate();
+    const Product gate{expert.gate, gate_input_, hidden, inter, gate_.data()};
+    const Product up{expert.up, up_input_, hidden, inter, up_.data()};
+    multiply(job, group, is_up ? up : gate, begin, end);
+    const int64_t at = (g - job.wave.begin) * (inter / kBlock);
     each_block(begin, end, [&](int block, int tiles) {
-        if (fill(block_[static_cast<size_t>(at + block)], tiles, 2 * kBlockTiles)) activate(kernels, w, g, block);
+        if (fill(block_[static_cast<size_t>(at + block)], tiles, 2 * kBlockTiles)) activate(job, g, block);
     });
 }
 
 // SwiGLU of one block of a group's intermediate channels, rounded for down.
-void MoeTeam::activate(const Kernels& kernels, const MoeWave& w, int g, int block) {
-    const MoePlan::Group& group = w.plan.groups()[static_cast<size_t>(g)];
-    const Expert& expert = w.table[group.expert];
-    const int64_t hidden = w.table.hidden(), inter = w.table.intermediate(), slot = group.first - w.wave.first;
+void MoeTeam::activate(const MoeJob& job, int g, int block) {
+    const MoePlan::Group& group = job.group(g);
+    const Expert& expert = job.table[group.expert];
+    const int64_t hidden = job.table.hidden(), inter = job.table.intermediate(), slot = job.slot(group);
     for (int r = 0; r < group.rows; ++r) {
         float* gate = gate_.data() + (slot + r) * inter + block * kBlock;
         float* up = up_.data() + (slot + r) * inter + block * kBlock;
-        kernels.rotate_out(gate, gate_input_.total_offset(hidden, slot + r), expert.gate.svh + block * kBlock);
-        kernels.rotate_out(up, up_input_.total_offset(hidden, slot + r), expert.up.svh + block * kBlock);
-        kernels.swiglu(gate, up, w.table.limit());
-        down_input_.quantise(kernels, expert.down, inter, slot, group.rows, r, block, gate);
+        job.kernels.rotate_out(gate, gate_input_.total_offset(hidden, slot + r), expert.gate.svh + block * kBlock);
+        job.kernels.rotate_out(up, up_input_.total_offset(hidden, slot + r), expert.up.svh + block * kBlock);
+        job.kernels.swiglu(gate, up, job.table.limit());
+        down_input_.quantise(job.kernels, expert.down, inter, slot, group.rows, r, block, gate);
     }
-    ready_[static_cast<size_t>(g - w.wave.begin)].value.fetch_add(1, std::memory_order_release);
+    ready_[static_cast<size_t>(g - job.wave.begin)].value.fetch_add(1, std::memory_order_release);
 }
 
-bool MoeTeam::down(const Kernels& kernels, const MoeWave& w, MoeWaiter& waiter) {
-    const int units_of_group = w.table.hidden() / kPairColumns;
-    for (;;) {
-        const int64_t ticket = next_down_.value.fetch_add(1, std::memory_order_relaxed);
-        const MoePlan::Range share = MoePlan::share(w.wave, units_of_group, ticket, w.workers);
-        if (share.begin == share.end) return true;
-        for (int g = w.wave.begin; g < w.wave.end; ++g) {
-            const MoePlan::Group& group = w.plan.groups()[static_cast<size_t>(g)];
-            const MoePlan::Range units = w.plan.units(w.wave, group, units_of_group, share);
-            if (units.begin == units.end) continue;
-            if (!wait(ready_[static_cast<size_t>(g - w.wave.begin)], w.table.intermediate() / kBlock, waiter))
-                return false;
-            multiply_down(kernels, w, group, static_cast<int>(units.begin), static_cast<int>(units.end));
-        }
-    }
+bool MoeTeam::down(const MoeJob& job, MoeWaiter& waiter) {
+    const int64_t blocks = job.table.intermediate() / kBlock;
+    return take_shares(next_down_, job, job.table.hidden() / kPairColumns, [&](int g, int begin, int end) {
+        if (!wait(ready_[static_cast<size_t>(g - job.wave.begin)], blocks, waiter)) return false;
+        multiply_down(job, job.group(g), begin, end);
+        return true;
+    });
 }
 
 // Units [begin, end) of a group's down, and the blocks of out that they complete.
-void MoeTeam::multiply_down(const Kernels& kernels, const MoeWave& w, const MoePlan::Group& group, int begin, int end) {
-    const ExpertMatrix& matrix = w.table[group.expert].down;
-    const int64_t hidden = w.table.hidden(), inter = w.table.intermediate(), slot = group.first - w.wave.first;
-    float* y = y_.data() + slot * hidden;
-    for (int r = 0; r < group.rows; ++r) {
-        std::fill_n(y + r * hidden + begin * kPairColumns, (end - begin) * kPairColumns, 0.0f);
-    }
-    const Gemv gemv{matrix.trellis,
-                    static_cast<int>(hidden / 16),
-                    begin * kPairTiles,
-                    end * kPairTiles,
-                    0,
-                    static_cast<int>(inter / kBlock),
-                    group.rows,
-                    down_input_.view(kernels, inter, slot, group.rows),
-                    y,
-                    hidden};
-    kernels.gemv[matrix.bits - kMinBits](&gemv);
+void MoeTeam::multiply_down(const MoeJob& job, const MoePlan::Group& group, int begin, int end) {
+    const ExpertMatrix& matrix = job.table[group.expert].down;
+    multiply(job, group, {matrix, down_input_, job.table.intermediate(), job.table.hidden(), y_.data()}, begin, end);
     each_block(begin, end, [&](int block, int tiles) {
-        const int64_t full = int64_t{w.wave.end - w.wave.begin} * kBlockTiles;
-        if (fill(out_block_[static_cast<size_t>(block)], tiles, full)) finish(kernels, w, block);
+        const int64_t full = int64_t{job.wave.end - job.wave.begin} * kBlockTiles;
+        if (fill(out_block_[static_cast<size_t>(block)], tiles, full)) finish(job, block);
     });
 }
 
 // One block of out: the wave's slots, in their order.
-void MoeTeam::finish(const Kernels& kernels, const MoeWave& w, int block) {
-    const int64_t hidden = w.table.hidden(), inter = w.table.intermediate();
-    if (w.wave.first == 0) {
-        for (int64_t row = 0; row < w.rows; ++row) std::fill_n(w.out + row * hidden + block * kBlock, kBlock, 0.0f);
+void MoeTeam::finish(const MoeJob& job, int block) {
+    const int64_t hidden = job.table.hidden(), inter = job.table.intermediate();
+    if (job.wave.first == 0) {
+        for (int64_t row = 0; row < job.rows; ++row) std::fill_n(job.out + row * hidden + block * kBlock, kBlock, 0.0f);
     }
-    for (int g = w.wave.begin; g < w.wave.end; ++g) {
-        const MoePlan::Group& group = w.plan.groups()[static_cast<size_t>(g)];
-        const uint16_t* svh = w.table[group.expert].down.svh + block * kBlock;
+    for (int g = job.wave.begin; g < job.wave.end; ++g) {
+        const MoePlan::Group& group = job.group(g);
+        const uint16_t* svh = job.table[group.expert].down.svh + block * kBlock;
         for (int r = 0; r < group.rows; ++r) {
-            const int64_t slot = group.first - w.wave.first + r;
-            const int64_t pick = w.plan.order()[static_cast<size_t>(group.first + r)];
-            const float weight = w.weights[pick];
+            const int64_t slot = job.slot(group) + r;
+            const int64_t pick = job.plan.order()[static_cast<size_t>(group.first + r)];
+            const float weight = job.weights[pick];
             float* source = y_.data() + slot * hidden + block * kBlock;
-            float* target = w.out + pick / w.top_k * hidden + block * kBlock;
-            kernels.rotate_out(source, down_input_.total_offset(inter, slot), svh);
+            float* target = job.out + pick / job.top_k * hidden + block * kBlock;
+            job.kernels.rotate_out(source, down_input_.total_offset(inter, slot), svh);
             for (int i = 0; i < kBlock; ++i) target[i] += weight * source[i];
         }
     }

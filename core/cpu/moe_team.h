@@ -55,7 +55,8 @@ class MoeWaiter {
 };
 
 // One wave of a call, as all its workers see it.
-struct MoeWave {
+struct MoeJob {
+    const Kernels& kernels;
     const ExpertTable& table;
     const MoePlan& plan;
     const MoePlan::Wave& wave;
@@ -65,6 +66,9 @@ struct MoeWave {
     float* out;  // (rows, hidden)
     int64_t rows;
     int workers;  // how many the wave is shared among
+
+    const MoePlan::Group& group(int index) const { return plan.groups()[static_cast<size_t>(index)]; }
+    int64_t slot(const MoePlan::Group& group) const { return group.first - wave.first; }  // its first, in the wave
 };
 
 class MoeTeam {
@@ -76,20 +80,20 @@ class MoeTeam {
     void reserve(const Kernels& kernels, const ExpertTable& table, int slots);
     // Takes part in a wave until nothing is left to take. The plan's first wave overwrites out, others add to it.
     // False if `waiter` gave up.
-    bool work(const Kernels& kernels, const MoeWave& wave, MoeWaiter& waiter);
+    bool work(const MoeJob& job, MoeWaiter& waiter);
     void reset(const MoePlan::Wave& wave);
     // Until a count has come so far; false if `waiter` gave up.
     static bool wait(const Count& count, int64_t wanted, MoeWaiter& waiter);
 
   private:
-    void prepare(const Kernels& kernels, const MoeWave& w);
-    void quantise(const Kernels& kernels, const MoeWave& w, int64_t begin, int64_t end);
-    void gate_up(const Kernels& kernels, const MoeWave& w);
-    void multiply_half(const Kernels& kernels, const MoeWave& w, int group, bool is_up, int begin, int end);
-    void activate(const Kernels& kernels, const MoeWave& w, int group, int block);
-    bool down(const Kernels& kernels, const MoeWave& w, MoeWaiter& waiter);
-    void multiply_down(const Kernels& kernels, const MoeWave& w, const MoePlan::Group& group, int begin, int end);
-    void finish(const Kernels& kernels, const MoeWave& w, int block);
+    void prepare(const MoeJob& job);
+    void quantise(const MoeJob& job, int64_t begin, int64_t end);
+    void gate_up(const MoeJob& job);
+    void multiply_half(const MoeJob& job, int group, bool is_up, int begin, int end);
+    void activate(const MoeJob& job, int group, int block);
+    bool down(const MoeJob& job, MoeWaiter& waiter);
+    void multiply_down(const MoeJob& job, const MoePlan::Group& group, int begin, int end);
+    void finish(const MoeJob& job, int block);
     // Adds to a count that several fill up; true for the one that fills it, for whom it is zero again.
     static bool fill(Count& count, int64_t more, int64_t full);
 
