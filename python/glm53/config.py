@@ -23,6 +23,7 @@ from .config_values import ENV_PREFIX, Spec, setting
 from .errors import ConfigError
 
 SYSTEM_CONFIG = Path("/etc/glm53/config.toml")
+SERVICE_STATE = Path("/var/lib/glm53")
 CONFIG_VARIABLE = "GLM53_CONFIG"
 
 OBSOLETE: Mapping[str, str] = {
@@ -32,21 +33,26 @@ OBSOLETE: Mapping[str, str] = {
 """Variables of the container image this system replaces which mean nothing here: accepted, with a warning."""
 
 
-def default_model_dir() -> Path:
-    """systemd's state directory when the service runs, the user's data directory otherwise."""
+def _own_folder(variable: str, usual: str) -> Path:
+    """glm53's folder in systemd's state directory when the service runs, else below $`variable` or `usual`; where the
+    user has no home folder (no HOME, no account), the service's."""
     state = os.environ.get("STATE_DIRECTORY")
     if state:
-        return Path(state.split(":")[0]) / "model"
-    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(data).expanduser() / "glm53" / "model"
+        return Path(state.split(":")[0])
+    try:
+        return Path(os.environ.get(variable) or usual).expanduser() / "glm53"
+    except RuntimeError:
+        return SERVICE_STATE
+
+
+def default_model_dir() -> Path:
+    """systemd's state directory when the service runs, the user's data directory otherwise."""
+    return _own_folder("XDG_DATA_HOME", "~/.local/share") / "model"
 
 
 def default_state_dir() -> Path:
     """Where learned routing statistics are kept between runs."""
-    state = os.environ.get("STATE_DIRECTORY")
-    if state:
-        return Path(state.split(":")[0])
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "glm53"
+    return _own_folder("XDG_STATE_HOME", "~/.local/state")
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,7 @@ class Settings:
         "glm-5.3-flash", values.text, "server", "model name in the API", flags=("--served-name", "--served-model-name")
     )
     api_keys: tuple[str, ...] = setting(
-        (), values.words, "server", "keys accepted as bearer tokens; none = open", flags=("--api-key",), secret=True
+        (), values.keys, "server", "keys accepted as bearer tokens; none = open", flags=("--api-key",), secret=True
     )
     api_key_file: Path | None = setting(None, values.auto(values.path), "server", "file with one API key a line")
     max_queue: int = setting(64, values.integer(0), "server", "requests that may wait before 503", unit="requests")
@@ -264,14 +270,25 @@ class Settings:
         return min(self.max_batch_size, self.autosplit_max_batch_size)
 
     def all_api_keys(self) -> tuple[str, ...]:
-        """`api_keys` and the lines of `api_key_file`. Raises ConfigError if the file cannot be read."""
+        """`api_keys` and the lines of `api_key_file`. Raises ConfigError for a file that cannot be read or has none."""
         if self.api_key_file is None:
             return self.api_keys
         try:
             lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
         except OSError as e:
-            raise ConfigError(f"api_key_file: cannot read {self.api_key_file} ({e.strerror})") from None
-        return (*self.api_keys, *(line.strip() for line in lines if line.strip() and not line.startswith("#")))
+            raise ConfigError(
+                f"api_key_file: cannot read {self.api_key_file} ({e.strerror}); name a file that this user may read"
+            ) from None
+        except UnicodeDecodeError as e:
+            raise ConfigError(
+                f"api_key_file: {self.api_key_file} is not UTF-8 text ({e}); write one key a line"
+            ) from None
+        found = [key for key in (line.strip() for line in lines) if key and not key.startswith("#")]
+        if not found:
+            raise ConfigError(
+                f"api_key_file: no key in {self.api_key_file}; write one a line, or leave it out for an open server"
+            )
+        return (*self.api_keys, *found)
 
 
 def specs() -> tuple[Spec, ...]:
@@ -319,6 +336,8 @@ def _read_toml(path: Path, must_exist: bool) -> dict[str, object]:
 def _from_file(path: Path, must_exist: bool) -> dict[str, tuple[object, str]]:
     found: dict[str, tuple[object, str]] = {}
     for key, value in _read_toml(path, must_exist).items():
+        if isinstance(value, dict):
+            raise ConfigError(f"{path}: [{key}]: settings are in no table; write each by itself, like port = 30000")
         if key not in _SPECS:
             raise ConfigError(f"{path}: unknown setting {key!r}{nearest(key, _SPECS)}")
         found[key] = (value, str(path))
@@ -383,7 +402,7 @@ def example_config() -> str:
         if spec.group != group:
             group = spec.group
             lines += ["", f"## {group}"]
-        shown = {"model_dir": "/var/lib/glm53/model", "state_dir": "/var/lib/glm53"}.get(spec.name)
+        shown = {"model_dir": SERVICE_STATE / "model", "state_dir": SERVICE_STATE}.get(spec.name)
         default = shown or (spec.default() if callable(spec.default) else spec.default)
         unit = f" [{spec.unit}]" if spec.unit else ""
         lines += ["", f"# {spec.help}{unit}", f"#{spec.name} = {values.toml_value(default)}"]

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 ENV_PREFIX = "GLM53_"
+LAST_CPU = 8191
+"""CPUs are numbered below the kernel's CONFIG_NR_CPUS, which is 8192 at most on x86-64."""
 
 Parse = Callable[[object], Any]
 
@@ -124,7 +126,10 @@ def text(raw: object) -> str:
 
 def path(raw: object) -> Path:
     """A path; ~ is the home folder."""
-    return raw if isinstance(raw, Path) else Path(text(raw)).expanduser()
+    try:
+        return raw if isinstance(raw, Path) else Path(text(raw)).expanduser()
+    except RuntimeError:
+        raise ValueError("that home folder is not known here: write the path without ~") from None
 
 
 def words(raw: object) -> tuple[str, ...]:
@@ -135,19 +140,31 @@ def words(raw: object) -> tuple[str, ...]:
     return tuple(i.strip() for i in items if i.strip())
 
 
+def keys(raw: object) -> tuple[str, ...]:
+    """`words`; but a text that holds none is refused, since without keys a server is open to everybody."""
+    found = words(raw)
+    if isinstance(raw, str) and not found:
+        raise ValueError("a key is needed; leave the setting out for a server without keys")
+    return found
+
+
 def auto(inner: Parse) -> Parse:
     """`auto` (or nothing) leaves the value None: measured or derived when it is needed."""
-    return lambda raw: None if raw is None or raw in {"auto", ""} else inner(raw)
+    return lambda raw: None if raw is None or (isinstance(raw, str) and raw in {"auto", ""}) else inner(raw)
 
 
 def cpu_list(raw: object) -> tuple[int, ...]:
-    """ "2-5,8" as (2, 3, 4, 5, 8); the kernel's own notation, see cpuset(7)."""
+    """ "2-5,8" as (2, 3, 4, 5, 8); the kernel's own notation, see cpuset(7). TOML may give whole numbers instead."""
+    parts = raw.split(",") if isinstance(raw, str) else raw if isinstance(raw, list) else [raw]
     cpus: list[int] = []
-    for part in text(raw).split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if not match or (match[2] and int(match[2]) < int(match[1])):
+    for part in parts:
+        match = None if isinstance(part, bool) else re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", str(part))
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first:
             raise ValueError("must be auto or a CPU list like 2-23 or 2-5,8")
-        cpus.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+        if last > LAST_CPU:
+            raise ValueError(f"CPU {last} is beyond {LAST_CPU}, the last that Linux knows")
+        cpus.extend(range(first, last + 1))
     return tuple(dict.fromkeys(cpus))
 
 

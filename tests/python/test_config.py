@@ -84,6 +84,14 @@ def test_unknown_names_are_errors_with_the_nearest_known_one(tmp_path: Path) -> 
         ("mode", "quick", "fast or exact"),
         ("ct_cpus", "5-2", "CPU list"),
         ("ct_cpus", "a", "CPU list"),
+        ("ct_cpus", "0-99999999999", "CPU list"),
+        ("ct_cpus", "0-8192", "CPU 8192 is beyond 8191"),
+        ("ct_cpus", [2, True], "CPU list"),
+        ("ct_cpus", {}, "CPU list"),
+        ("isa", ["amx"], "must be scalar or avx2"),
+        ("ec_reserve_gb", [1], "a number is needed"),
+        ("triton_pin", ["a"], "non-empty"),
+        ("state_dir", "~nobody-of-this-name/x", "home folder is not known"),
         ("ct_b", "0", "above 0"),
         ("ct_b", "nan", "above 0"),
         ("ec_stage_gb", "inf", "at least 0"),
@@ -97,6 +105,30 @@ def test_wrong_values_name_the_setting_and_the_source(name: str, value: object, 
         load_settings({name: value}, env={})
     assert "command line" in str(caught.value)
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"), [("[2, 3]", (2, 3)), ("4", (4,)), ('"2-3,4"', (2, 3, 4)), ('["2-3"]', (2, 3))]
+)
+def test_toml_may_name_cpus_by_number(tmp_path: Path, text: str, cpus: tuple[int, ...]) -> None:
+    assert load_settings(env={}, config=toml(tmp_path, f"ct_cpus = {text}\n")).ct_cpus == cpus
+
+
+def test_a_table_is_not_mistaken_for_a_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[server\]: settings are in no table"):
+        load_settings(env={}, config=toml(tmp_path, "[server]\nport = 3\n"))
+
+
+def test_without_any_home_folder_the_service_s_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for variable in ("STATE_DIRECTORY", "XDG_DATA_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "expanduser", none)
+    settings = load_settings(env={})
+    assert settings.model_dir == Path("/var/lib/glm53/model")
+    assert settings.state_dir == Path("/var/lib/glm53")
 
 
 def test_config_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -128,6 +160,19 @@ def test_api_key_file_adds_keys(tmp_path: Path) -> None:
     assert s.all_api_keys() == ("gamma", "alpha", "beta")
     with pytest.raises(ConfigError, match="cannot read"):
         load_settings({"api_key_file": str(tmp_path / "none")}, env={}).all_api_keys()
+
+
+def test_keys_that_are_none_never_open_a_server(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"GLM53_API_KEYS: api_keys .* a key is needed"):
+        load_settings(env={"GLM53_API_KEYS": ""})
+    with pytest.raises(ConfigError, match=r"command line: api_keys .* a key is needed"):
+        load_settings({"api_keys": " , "}, env={})
+    assert load_settings(env={}, config=toml(tmp_path, "api_keys = []\n")).all_api_keys() == ()
+    keys = tmp_path / "keys"
+    for text, says in ((b"  # only a comment\n\n", "no key in"), (b"\xff\xfe\x00", "not UTF-8 text")):
+        keys.write_bytes(text)
+        with pytest.raises(ConfigError, match=f"api_key_file: .*{says}"):
+            load_settings({"api_key_file": str(keys)}, env={}).all_api_keys()
 
 
 def test_printed_values_can_be_loaded_again(tmp_path: Path) -> None:
