@@ -22,6 +22,7 @@ from .state import ServerState
 
 STOP_NAMES = ("<|endoftext|>", "<|user|>", "<|observation|>", "<|system|>", "<|assistant|>", "[gMASK]", "<sop>")
 """Every token that starts a turn ends the answer: the model must not speak for others."""
+FEW_EVENTS = 1000  # are put together in a millisecond
 
 
 Frames = bytes | Sequence[bytes]
@@ -123,7 +124,7 @@ async def gather(job: Job, choices: Sequence[Choice]) -> list[Answer]:
         events: list[Event] = []
         async for batch in choice.events():
             events += batch
-        return collect(events)
+        return collect(events) if len(events) <= FEW_EVENTS else await job.state.run_on_thread(lambda: collect(events))
 
     try:
         async with job.deadline():

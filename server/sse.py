@@ -60,11 +60,18 @@ class SseResponse:
         """Send whole events, in one part or in several. Raises ClientConnectionResetError, or is cancelled, when the
         client has gone."""
         async with self._turn:
-            for part in (frames,) if isinstance(frames, bytes) else frames:
-                self._blocked_since = time.monotonic()
-                await self.response.write(part)
-                self._blocked_since = 0.0
-                self._last_s = time.monotonic()
+            if isinstance(frames, bytes):
+                await self._write(frames)
+                return
+            for part in frames:
+                await self._write(part)
+                await asyncio.sleep(0)  # a client that takes all at once would never make a write wait
+
+    async def _write(self, part: bytes) -> None:
+        self._blocked_since = time.monotonic()
+        await self.response.write(part)
+        self._blocked_since = 0.0
+        self._last_s = time.monotonic()
 
     async def _tick(self) -> None:
         pause = max(0.01, min(1.0, self._options.ping_s / 4, (self._options.write_timeout_s or 4.0) / 4))

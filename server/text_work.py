@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from glm53.engine.protocol import Engine, TokenScore
+from glm53.errors import RequestError
 
 from .chat_work import check_choices
 from .generation import Work, give_each, stop_ids
@@ -66,8 +67,17 @@ async def constrain(state: ServerState, work: TextWork, decoding: Decoding) -> N
     await state.run_on_thread(compile_all)
 
 
+MOST_SCORES = 1 << 22
+"""Scores and alternatives of one request: some 200 MB of JSON, and ten times that in Python's objects."""
+
+
 async def scores(job: Job, prompts: Sequence[Sequence[int]], top: int) -> list[list[TokenScore]]:
-    """Scores of each prompt's tokens, one prompt after another. Raises EngineError or the error of a time limit."""
+    """Scores of each prompt's tokens, one prompt after another. Raises RequestError if they are too many, EngineError,
+    or the error of a time limit."""
+    wanted = sum(map(len, prompts)) * (1 + top)
+    if wanted > MOST_SCORES:
+        message = f"the scores of all prompts, with {top} alternatives each, are {wanted:,}; at most {MOST_SCORES:,}"
+        raise RequestError(f"{message} are given at once: ask for fewer", param="logprobs", code="too_many_scores")
     try:
         async with job.deadline():
             return [await job.engine.score(prompt, top) for prompt in prompts]

@@ -33,6 +33,7 @@ class LargeReply(web.StreamResponse):
         """Called by aiohttp when the handler, and with it the request's place in the queue, has ended."""
         parts, self._parts = self._parts, ()
         for part in parts:
+            await asyncio.sleep(0)  # a client that takes all at once would never make a write wait
             try:
                 async with asyncio.timeout(self._patience_s or None):
                     await self.write(part)

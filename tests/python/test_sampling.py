@@ -195,3 +195,24 @@ def test_the_row_is_left_as_it_was() -> None:
     before = logits.copy()
     Sampler(params(logit_bias={1: 5.0}, presence_penalty=1.0), [], SIZE).sample(logits)
     assert np.array_equal(logits, before)
+
+
+def test_a_bias_for_the_whole_vocabulary_is_read_once() -> None:
+    """Not at every token: that would hold up the streams of others."""
+
+    class Counted(dict[int, float]):
+        reads = 0
+
+        def items(self) -> Any:
+            self.reads += 1
+            return super().items()
+
+        def __iter__(self) -> Any:
+            self.reads += 1
+            return super().__iter__()
+
+    biases = Counted({i: -50.0 if i != 7 else 50.0 for i in range(SIZE)})
+    sampler = Sampler(params(logit_bias=biases), [], SIZE)
+    reads = biases.reads
+    assert [sampler.sample(row(i)) for i in range(5)] == [7] * 5
+    assert biases.reads == reads

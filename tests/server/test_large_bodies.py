@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 from conftest import Start, user
 
 from glm53 import json_text
+from glm53.engine import scripted
 from glm53.grammar import Grammars
 from glm53.server import body as body_module
+from glm53.server import generation, text_work
 from glm53.server.admission import BodyLease, BodyRoom
 from glm53.server.errors import Unavailable
 from glm53.server.options import MIB, ServerOptions
@@ -202,7 +205,76 @@ def test_nothing_comes_between_the_parts_of_an_event() -> None:
     assert b"".join(written) == b"123x45"
 
 
+def test_the_event_loop_runs_between_the_parts_of_an_event() -> None:
+    """Also if the client takes each part at once."""
+    order: list[str] = []
+
+    class Response:
+        async def write(self, part: bytes) -> None:
+            order.append(part.decode())
+
+    async def other() -> None:
+        while True:
+            order.append("other")
+            await asyncio.sleep(0)
+
+    async def both() -> None:
+        task = asyncio.create_task(other())
+        sse = SseResponse(None, ServerOptions())  # type: ignore[arg-type]
+        sse.response = Response()  # type: ignore[assignment]
+        await sse.write([b"1", b"2", b"3"])
+        reply = LargeReply([b"4", b"5", b"6"], 0)
+        reply.write = sse.response.write  # type: ignore[method-assign]
+        with pytest.raises(AssertionError):  # aiohttp's part: there is no request to end
+            await reply.write_eof()
+        task.cancel()
+
+    asyncio.run(both())
+    assert "".join(o for o in order if o != "other") == "123456"
+    assert not any(a != "other" != b for a, b in itertools.pairwise(order))
+
+
 IDS = list(range(40, 60)) * 400  # 8,000 tokens
+
+
+def test_the_scores_of_a_request_have_a_limit(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    live = start()
+    monkeypatch.setattr(text_work, "MOST_SCORES", 6 * len(IDS))
+    scored = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0}}
+    echo = {"echo": True, "max_tokens": 1}
+    assert live.post("/generate", {"input_ids": IDS, "top_logprobs_num": 5, **scored}).status == 200
+    assert live.post("/v1/completions", {"prompt": IDS, "logprobs": 5, **echo}).status == 200
+    for reply in (
+        live.post("/generate", {"input_ids": IDS, "top_logprobs_num": 6, **scored}),
+        live.post("/generate", {"input_ids": [IDS, IDS], "top_logprobs_num": 5, **scored}),
+        live.post("/v1/completions", {"prompt": IDS, "logprobs": 6, **echo}),
+    ):
+        assert (reply.status, reply.error["code"]) == (400, "too_many_scores")
+
+
+def test_long_work_is_not_done_on_the_event_loop(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripted engine's scores, and putting a long answer together."""
+    live = start({"pieces": ["</think>", *["tick "] * 3000], "end": "user"})
+    where: dict[str, set[threading.Thread]] = {"score": set(), "collect": set()}
+    score, collect = scripted.TokenScore, generation.collect
+
+    def scored(*args: Any) -> Any:
+        where["score"].add(threading.current_thread())
+        return score(*args)
+
+    def collected(events: Any) -> Any:
+        where["collect"].add(threading.current_thread())
+        return collect(events)
+
+    monkeypatch.setattr(scripted, "TokenScore", scored)
+    monkeypatch.setattr(generation, "collect", collected)
+    monkeypatch.setattr(generation, "FEW_EVENTS", 1)
+    assert live.chat().message["content"] == "tick " * 3000
+    body = {"text": "a", "return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0}}
+    assert live.post("/generate", body).status == 200
+    assert where["score"]
+    assert where["collect"]
+    assert live.thread not in where["score"] | where["collect"]
 
 
 @pytest.mark.parametrize(
@@ -264,8 +336,6 @@ def _received(s: Any) -> bytes:
 def test_what_repeats_the_request_is_not_made_on_the_event_loop(
     start: Start, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
-    from glm53.server import generation
-
     live, threads, stream = start(), [], generation.StreamFormat.__init__
 
     def recorded(self: Any, begin: Any, events: Any, end: Any, *rest: Any, **more: Any) -> None:

@@ -52,6 +52,9 @@ class Sampler:
         seed = None if params.seed is None else params.seed & (2**64 - 1)
         self._random = np.random.Generator(np.random.PCG64(seed))
         self._counts: dict[int, int] = {}
+        biases = {i: bias for i, bias in params.logit_bias.items() if 0 <= i < size}  # maybe of the whole vocabulary
+        self._biased = np.fromiter(biases, np.intp, len(biases))
+        self._biases = np.fromiter(biases.values(), np.float32, len(biases))
         self._seen = np.unique(np.asarray(prompt_ids, np.int64)) if params.repetition_penalty != 1.0 else None
 
     def sample(self, logits: Row, allowed: Row | None = None) -> int:
@@ -75,9 +78,7 @@ class Sampler:
     def _adjusted(self, logits: Row, allowed: Row | None) -> Row:
         p = self._p
         row = np.array(logits[: self._size], np.float32)
-        for token, bias in p.logit_bias.items():
-            if 0 <= token < self._size:
-                row[token] += bias
+        row[self._biased] += self._biases
         if self._seen is not None:
             seen = np.union1d(self._seen, np.fromiter(self._counts, np.int64, len(self._counts)))
             seen = seen[seen < self._size]

@@ -18,6 +18,7 @@ a second for its heartbeat.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import threading
@@ -190,7 +191,11 @@ class ScriptedEngine(Engine):
         """Scores of a model that knows nothing: every token has probability 1 / vocab_size."""
         uniform = -math.log(self.info.vocab_size)
         best = tuple((i, uniform) for i in range(top))
-        return [TokenScore(t, None if i == 0 else uniform, () if i == 0 else best) for i, t in enumerate(ids)]
+
+        def make() -> list[TokenScore]:
+            return [TokenScore(t, None if i == 0 else uniform, () if i == 0 else best) for i, t in enumerate(ids)]
+
+        return await asyncio.to_thread(make)
 
     def stats(self) -> dict[str, Any]:
         """Counters since start."""
