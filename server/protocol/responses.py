@@ -1,7 +1,6 @@
-"""Requests of the OpenAI Responses API as chat calls: stateless, text and function calls only.
+"""Requests of the OpenAI Responses API as chat calls: stateless, text and function calls only (`responses_tools`).
 
-Hosted tools (web search and the like) are left out, since nothing runs them here; "custom" tools are shown to the model
-as functions of one string. Neighbouring reasoning, assistant text and calls make up one assistant turn.
+Neighbouring reasoning, assistant text and calls make up one assistant turn.
 """
 
 from __future__ import annotations
@@ -10,41 +9,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from glm53.chat import ChatOptions, Message, Tool, ToolCall
+from glm53.chat import ChatOptions, Message, ToolCall
 from glm53.chat.messages import (
     ROLES,
     TOOL_NAME,
     assistant_turn,
-    make_tool,
     parse_arguments,
     parse_content,
     parse_tool_result,
-    unique_tools,
 )
 
 from .fields import Fields, missing, refuse, wrong_type
 from .requests import ChatCall, Decoding, RequestDefaults
+from .responses_tools import ResponsesTools, parse_responses_tools
 from .sampling import MAX_LOGPROBS, parse_max_tokens, parse_response_format, parse_sampling, parse_stop_ids
 from .thinking import parse_thinking
 from .tools import choose_tools
 
-HOSTED_TOOLS = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "computer", "local_shell")
-CUSTOM_INPUT = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
-IGNORED_ITEMS = ("web_search_call", "file_search_call", "item_reference")
+IGNORED_ITEMS = ("web_search_call", "file_search_call", "tool_search_call", "tool_search_output", "item_reference")
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsesCall:
-    """`echo`: request fields that the response object repeats. `custom`: names of tools that take free text."""
+    """`echo`: request fields that the response object repeats. `declared`: the tools as the client knows them."""
 
     chat: ChatCall
     echo: Mapping[str, Any]
-    custom: frozenset[str] = frozenset()
+    declared: ResponsesTools
 
 
 def parse_responses(body: Mapping[str, Any], defaults: RequestDefaults) -> ResponsesCall:
@@ -57,9 +48,9 @@ def parse_responses(body: Mapping[str, Any], defaults: RequestDefaults) -> Respo
             )
     if f.boolean("background"):
         refuse("background", "'background' is not supported.", "unsupported_parameter")
-    messages = _messages(f)
-    all_tools, custom = _tools(f)
-    tools, choice = choose_tools(all_tools, f)
+    declared = parse_responses_tools(f)
+    messages = _messages(f, declared)
+    tools, choice = choose_tools(declared.tools, f)
     thinking = parse_thinking(f, defaults.thinking)
     decoding = Decoding(
         sampling=parse_sampling(f, defaults.sampling, defaults.vocab_size),
@@ -81,7 +72,7 @@ def parse_responses(body: Mapping[str, Any], defaults: RequestDefaults) -> Respo
         thinking_budget=thinking.budget,
         template_kwargs=f.fields("chat_template_kwargs").raw,
     )
-    return ResponsesCall(chat, _echo(f, chat), custom)
+    return ResponsesCall(chat, _echo(f, chat), declared)
 
 
 def _logprobs(f: Fields) -> int | None:
@@ -111,7 +102,7 @@ def _echo(f: Fields, chat: ChatCall) -> dict[str, Any]:
     }
 
 
-def _messages(f: Fields) -> tuple[Message, ...]:
+def _messages(f: Fields, declared: ResponsesTools) -> tuple[Message, ...]:
     out: list[Message] = []
     if instructions := f.text("instructions"):
         out.append(Message("system", instructions))
@@ -128,7 +119,7 @@ def _messages(f: Fields) -> tuple[Message, ...]:
         where = f"input[{i}]"
         if not isinstance(item, dict):
             wrong_type(where, "an object", item)
-        _append(out, _item(item, where))
+        _append(out, _item(item, where, declared))
     if not out:
         refuse("input", "Invalid 'input': no item holds a message.")
     return tuple(out)
@@ -151,14 +142,14 @@ def _append(out: list[Message], message: Message | None) -> None:
     )
 
 
-def _item(item: Mapping[str, Any], param: str) -> Message | None:
+def _item(item: Mapping[str, Any], param: str, declared: ResponsesTools) -> Message | None:
     kind = item.get("type", "message")
     if kind == "message":
         return _message(item, param)
     if kind == "reasoning":
         return Message("assistant", reasoning=_reasoning(item, param))
     if kind in ("function_call", "custom_tool_call"):
-        return Message("assistant", tool_calls=(_call(item, param),))
+        return Message("assistant", tool_calls=(_call(item, param, declared),))
     if kind in ("function_call_output", "custom_tool_call_output"):
         call_id = item.get("call_id")
         text = parse_tool_result(item.get("output"), f"{param}.output")
@@ -193,7 +184,7 @@ def _reasoning(item: Mapping[str, Any], param: str) -> str | None:
     return None
 
 
-def _call(item: Mapping[str, Any], param: str) -> ToolCall:
+def _call(item: Mapping[str, Any], param: str, declared: ResponsesTools) -> ToolCall:
     name, call_id = item.get("name"), item.get("call_id")
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
         refuse(f"{param}.name", f"Invalid '{param}.name': expected a function name.")
@@ -202,31 +193,5 @@ def _call(item: Mapping[str, Any], param: str) -> ToolCall:
         arguments: Mapping[str, Any] = {"input": text if isinstance(text, str) else ""}
     else:
         arguments = parse_arguments(item.get("arguments"), f"{param}.arguments")
-    return ToolCall(name, arguments, call_id if isinstance(call_id, str) else None)
-
-
-def _tools(f: Fields) -> tuple[tuple[Tool, ...], frozenset[str]]:
-    """(tools, names of custom ones)"""
-    raw = f.get("tools")
-    if raw is None:
-        return (), frozenset()
-    if not isinstance(raw, list):
-        wrong_type("tools", "an array", raw)
-    tools: list[Tool] = []
-    custom: set[str] = set()
-    for i, tool in enumerate(raw):
-        where = f"tools[{i}]"
-        if not isinstance(tool, dict):
-            wrong_type(where, "an object", tool)
-        kind = tool.get("type")
-        if isinstance(kind, str) and kind.startswith(HOSTED_TOOLS):
-            continue
-        if kind not in ("function", "custom"):
-            refuse(f"{where}.type", f"'{where}.type': only 'function' and 'custom' are supported.", "unsupported_tool")
-        parameters = CUSTOM_INPUT if kind == "custom" else tool.get("parameters")
-        definition = {"name": tool.get("name"), "description": tool.get("description"), "parameters": parameters}
-        made = make_tool({k: v for k, v in definition.items() if v is not None}, parameters, where)
-        tools.append(made)
-        if kind == "custom":
-            custom.add(made.name)
-    return unique_tools(tools, "tools"), frozenset(custom)
+    shown = declared.shown(name, item.get("namespace"))
+    return ToolCall(shown, arguments, call_id if isinstance(call_id, str) else None)

@@ -110,7 +110,9 @@ class ResponsesReply:
 
     def _call_item(self, item_id: str, call: Call, status: str) -> dict[str, Any]:
         head = {"id": item_id, "call_id": call.id, "name": call.name, "status": status}
-        if call.name not in self._call.custom:
+        if own := self._call.declared.spaces.get(call.name):
+            head["namespace"], head["name"] = own
+        if call.name not in self._call.declared.custom:
             return {**head, "type": "function_call", "arguments": call.arguments}
         return {**head, "type": "custom_tool_call", "input": _free_text(call.arguments)}
 
@@ -166,7 +168,7 @@ class ResponsesReply:
         return b"" if event.reason == "length" else self._close()
 
     def _custom(self) -> bool:
-        return self._pending is not None and self._pending.name in self._call.custom
+        return self._pending is not None and self._pending.name in self._call.declared.custom
 
     def _enter(self, kind: str, prefix: str) -> bytes:
         if self._kind == kind:

@@ -79,7 +79,7 @@ def test_what_codex_sends() -> None:
         ],
     }  # fmt: skip
     got = call(**body)
-    assert got.custom == {"apply_patch"}
+    assert got.declared.custom == {"apply_patch"}
     assert [t.name for t in got.chat.tools] == ["write_file", "apply_patch"]
     assert not got.chat.parallel_tool_calls
     assert prompt(**body).endswith(
@@ -88,6 +88,56 @@ def test_what_codex_sends() -> None:
         "<arg_value>*** p</arg_value></tool_call><|observation|><tool_response>done</tool_response>"
         "<tool_response>patched</tool_response><|assistant|><think>"
     )
+
+
+AGENTS = {"type": "namespace", "name": "agents", "description": "d", "tools": [
+    {"type": "function", "name": "close", "parameters": {"type": "object"}},
+    {"type": "function", "name": "write_file", "parameters": None},
+    {"type": "custom", "name": "tell"},
+]}  # fmt: skip
+
+
+def test_namespaces() -> None:
+    """Codex has tools in one in every request."""
+    tools = {"tools": [TOOL, AGENTS, {"type": "tool_search"}]}
+    got = call(**tools, tool_choice={"type": "function", "name": "close"})
+    assert [t.name for t in got.chat.tools] == ["write_file", "close", "agents.write_file", "tell"]
+    assert got.chat.tools[2].definition["name"] == "agents.write_file"
+    assert got.declared.custom == {"tell"}
+    assert got.chat.tool_choice.name == "close"
+    text = prompt(**tools, input=[
+        {"role": "user", "content": "x"},
+        {"type": "function_call", "name": "write_file", "namespace": "agents", "call_id": "1", "arguments": "{}"},
+        {"type": "function_call", "name": "write_file", "call_id": "2", "arguments": "{}"},
+        {"type": "function_call", "name": "gone", "namespace": "agents", "call_id": "3", "arguments": "{}"},
+    ])  # fmt: skip
+    for name in ("agents.write_file", "write_file", "gone"):
+        assert f"<tool_call>{name}</tool_call>" in text
+    refused("tools[0].name", tools=[{**AGENTS, "name": None}])
+    refused("tools[0].tools[0].type", "unsupported_tool", tools=[{**AGENTS, "tools": [AGENTS]}])
+    refused("tools[0].tools", tools=[{**AGENTS, "tools": "x"}])
+    refused("tools", tools=[AGENTS, AGENTS])
+
+
+def test_calls_in_namespaces() -> None:
+    request = call(tools=[TOOL, AGENTS])
+    names = ["close", "agents.write_file", "write_file", "tell"]
+    model = "</think>" + "".join(f"<tool_call>{name}</tool_call>" for name in names)
+    got = list(events_of([model], "obs", tools=request.chat.tools))
+    reply = ResponsesReply("m", 1, request)
+    whole = reply.whole(collect(got), COUNTS)
+    Response.model_validate(whole)
+    calls = [(o["type"], o.get("namespace"), o["name"]) for o in whole["output"]]
+    assert calls == [
+        ("function_call", "agents", "close"),
+        ("function_call", "agents", "write_file"),
+        ("function_call", None, "write_file"),
+        ("custom_tool_call", "agents", "tell"),
+    ]
+    payloads = frames(reply.begin() + reply.events(got) + reply.end(COUNTS))
+    assert without_ids(payloads[-1]["response"]["output"]) == without_ids(whole["output"])
+    added = [p["item"] for p in payloads if p["type"] == "response.output_item.added"]
+    assert [(i.get("namespace"), i["name"]) for i in added] == [c[1:] for c in calls]
 
 
 def test_fields() -> None:
