@@ -62,7 +62,6 @@ class Tokenizer:
             raise CheckpointError(f"{path}: not a readable tokenizer ({e})") from e
         self._plain = plain
         self._special = added
-        self._special_names = {i: name for name, i in added.items()}
         table = _byte_of_char()
         self._bytes: dict[int, bytes] = {i: name.encode() for name, i in added.items()}
         for piece, i in plain.get_vocab(with_added_tokens=False).items():
@@ -142,10 +141,6 @@ class Tokenizer:
             return self._special[name]
         except KeyError:
             raise CheckpointError(f"the tokenizer has no token {name!r}: not a GLM-5.3 tokenizer") from None
-
-    def special_name(self, token_id: int) -> str | None:
-        """Text of an added token, or None for an ordinary one."""
-        return self._special_names.get(token_id)
 
     def special_ids(self, names: Sequence[str]) -> frozenset[int]:
         """Ids of those of `names` that this tokenizer has."""

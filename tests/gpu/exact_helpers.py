@@ -154,5 +154,5 @@ def settle(passes: Passes, seconds: float = 20.0) -> None:
     """What the engine does between passes until nothing is lent and the slots are full again."""
     end = time.monotonic() + seconds
     while passes.between(prompts_left=False):
-        assert time.monotonic() < end, f"{passes.lent_bytes} bytes of slots are still lent"
+        assert time.monotonic() < end, "slots are still lent, or still empty"
         torch.cuda.synchronize()

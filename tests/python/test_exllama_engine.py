@@ -174,7 +174,7 @@ def test_every_lending_is_taken_back_at_the_first_chance(loaded: Any) -> None:
         while loaded.passes.between(prompts_left=False):
             rounds += 1
             assert rounds < 50
-        assert loaded.passes.lent_bytes == 0
+        assert loaded.passes.settled
         assert loaded.runtime.stats(0)["lent_slots"] == 0
     assert loaded.runtime.verify(0) == []
 
@@ -187,7 +187,7 @@ def test_slots_whose_memory_is_not_to_be_had_stay_lent_and_are_tried_again(
     cuda.device.fail_next_alloc()
     assert loaded.passes.between(prompts_left=False) is Upkeep.LATER
     assert loaded.passes.between(prompts_left=False) is Upkeep.LATER  # too early to ask again
-    assert loaded.passes.lent_bytes == slots * loaded.runtime.slot_bytes
+    assert loaded.runtime.stats(0)["lent_slots"] == slots
     now = passes.time.monotonic()
     monkeypatch.setattr(passes, "time", SimpleNamespace(monotonic=lambda: now + 5))
     while loaded.passes.between(prompts_left=False) is Upkeep.NOW:
@@ -226,9 +226,9 @@ def test_an_idle_engine_goes_on_until_everything_lent_is_back_without_spinning(
     asyncio.run(answers(engine, PROMPTS[2:], 2))
     monkeypatch.setattr(engine._loaded.passes, "between", counted)
     deadline = time.monotonic() + 20
-    while engine._loaded.passes.lent_bytes and time.monotonic() < deadline:
+    while not engine._loaded.passes.settled and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert engine._loaded.passes.lent_bytes == 0
+    assert engine._loaded.passes.settled
     assert len(calls) == 4
     assert len(rounds) < 40
 

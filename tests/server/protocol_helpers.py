@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -45,6 +46,13 @@ TOOLS1 = parse_tools(TOOLS1_RAW)
 @cache
 def tokenizer() -> Tokenizer:
     return Tokenizer(TINY)
+
+
+@cache
+def special_names() -> dict[int, str]:
+    """Text of every added token by its id, from the checkpoint's own file."""
+    spec = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
+    return {t["id"]: t["content"] for t in spec["added_tokens"]}
 
 
 def token(piece: str | bytes) -> Token:

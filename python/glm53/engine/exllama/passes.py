@@ -209,11 +209,6 @@ class Passes:
             self.counts["lendings"] += 1
 
     @property
-    def lent_bytes(self) -> int:
-        """VRAM of the slots that are lent now."""
-        return self._lent
-
-    @property
     def settled(self) -> bool:
         """`between` has nothing to do while no prompt is read: a step may be queued before it is called."""
         return not (self._lent or self._refilling)
