@@ -7,10 +7,13 @@ Cost: at most ten redraws a second in a terminal; elsewhere one line per stage a
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from typing import TextIO
+
+from .errors import ResourceError
 
 REDRAW_S = 0.1
 PLAIN_S = 2.0
@@ -22,6 +25,18 @@ def say(text: str, stream: TextIO | None = None) -> None:
     out = stream or sys.stderr
     out.write(text + "\n")
     out.flush()
+
+
+def put(text: str) -> None:
+    """A command's result on stdout, at once. Raises BrokenPipeError (its reader has gone) or ResourceError (full)."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as e:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in it would fail again at exit
+        if isinstance(e, BrokenPipeError):
+            raise
+        raise ResourceError(f"cannot write the result to stdout ({e.strerror}); send it to a place with room") from None
 
 
 class Progress:

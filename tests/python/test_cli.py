@@ -103,6 +103,23 @@ def test_unknown_variable_and_broken_file(run: Callable[..., RESULT], tmp_path: 
     one_line(run("serve", "--config", str(broken)), 78, str(broken), "not valid TOML")
 
 
+@pytest.mark.parametrize(
+    "command", [["--version"], ["plan", "--gpu", "24", "--ram", "256"], ["serve", "--print-config"]]
+)
+def test_results_that_cannot_be_written(tmp_path: Path, command: list[str]) -> None:
+    """To a full disk, to nowhere, and to a reader that has gone: never a traceback."""
+
+    def shell(redirection: str) -> RESULT:
+        line = f"{sys.executable} -m glm53 {' '.join(command)} {redirection}"
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("GLM53_")}
+        return subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, env=clean)
+
+    one_line(shell("> /dev/full"), 1, "cannot write the result to stdout", "No space left on device")
+    for nowhere in (">&-", "> >(exit 0)", "<&- >&- 2>&-"):
+        done = shell(nowhere)
+        assert (done.returncode, done.stderr) == (0, ""), nowhere
+
+
 def test_obsolete_variable_is_a_warning(run: Callable[..., RESULT]) -> None:
     done = run("serve", "--print-config", env={"GLM53_CT_SWZ": "1"})
     assert done.returncode == 0

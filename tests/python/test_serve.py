@@ -101,3 +101,14 @@ def test_api_keys_from_the_environment_are_asked_for_and_not_logged(
         assert reply.status == 200
     assert server.stop() == 0
     assert "sk-secret" not in server.log
+
+
+@pytest.mark.parametrize("stage", ["listening on", "routed experts", "dense weights"])
+def test_a_stop_while_loading_leaves_with_status_0_and_without_noise(serve: Callable[..., Serving], stage: str) -> None:
+    """The loader's thread is in native code then, which an interpreter must not end beneath."""
+    server = serve("--demo", "--device", "cpu")
+    server.wait(f"({stage})")
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(60) == 0, server.log
+    last = [line.split(maxsplit=1)[-1] for line in server.log.splitlines()]
+    assert last[-1] == "stopped", server.log

@@ -1,5 +1,6 @@
 """The systemd unit: what install writes, what uninstall removes, and what systemd itself says of the unit."""
 
+import argparse
 import re
 import shutil
 import subprocess
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from glm53.cli.service import unit_files, unit_text
+from glm53.cli.service import install, unit_files, unit_text
+from glm53.errors import ResourceError
 
 UNIT = "etc/systemd/system/glm53.service"
 
@@ -44,6 +46,36 @@ def test_a_changed_configuration_is_the_users(tmp_path: Path) -> None:
     assert config.read_text() == 'mode = "exact"\n'
     assert "changed by you" in service("uninstall", tmp_path).stdout
     assert files_below(tmp_path) == {"etc/glm53/config.toml"}
+
+
+def test_an_install_that_breaks_off_can_be_taken_back(tmp_path: Path) -> None:
+    """The folder of the second file is a file: like a full disk, it stops the writing halfway."""
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/modules-load.d").write_text("in the way")
+    done = service("install", tmp_path)
+    assert done.returncode == 1
+    assert "cannot write" in done.stderr
+    assert "run as root" not in done.stderr, "no right is missing"
+    assert "Traceback" not in done.stderr
+    assert UNIT in files_below(tmp_path)
+    assert service("uninstall", tmp_path).returncode == 0
+    assert files_below(tmp_path) == {"etc/modules-load.d"}
+
+
+def test_nothing_half_written_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(ResourceError, match=r"No space left on device.*run it again"):
+        install(argparse.Namespace(root=tmp_path))
+    assert files_below(tmp_path) == set()
+
+
+def test_a_reader_that_leaves_does_not_break_the_installation_off(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m glm53 service install --root {tmp_path}"
+    subprocess.run(["bash", "-c", f"{command} > >(exit 0)"], check=False)
+    assert {UNIT, "etc/glm53/config.toml", "etc/modules-load.d/glm53.conf"} <= files_below(tmp_path)
 
 
 def leave(root: Path) -> None:

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from .. import __version__
 from ..config import nearest
-from ..console import say
+from ..console import put, say
 from ..errors import ConfigError, Glm53Error
 from . import doctor, gpu_tools, plan, pull, serve, service
 
@@ -48,7 +48,7 @@ def print_version() -> None:
     """Version, whether the CUDA objects are in this build, the GPU seen and the instruction set in use."""
     from ..host import version_lines
 
-    sys.stdout.write("\n".join(version_lines(__version__)) + "\n")
+    put("\n".join(version_lines(__version__)) + "\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0, 78 for a wrong configuration or model (do not retry), else 1."""
+    _open_streams()
     try:
         args = build_parser().parse_args(argv)
         status: int = args.run(args)
@@ -71,7 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"glm53: error: {' '.join(str(e).split())}")
         return e.exit_code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _open_streams() -> None:
+    """Started with `>&-`, a command has no stdout at all: what it says goes nowhere then, and nothing that it opens
+    later gets that number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (open until the end)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from typing import Any
 
 from ..config import Settings
+from ..console import put
 from ..host import GIB, Host
 from ..requirements import Check, requirements
 from ..sizing import Machine, Plan, plan
@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
     expected = expectation(settings, host, lanes)
     if args.json:
         report = {"checks": [asdict(c) for c in checks], "lanes": lanes, "plan": expected and expected.as_json()}
-        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+        put(json.dumps(report, indent=2) + "\n")
     else:
-        sys.stdout.write(render(checks, lanes, expected))
+        put(render(checks, lanes, expected))
     return 1 if any(c.verdict == "failed" for c in checks) else 0
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
 from ..config import specs
+from ..console import put
 from ..errors import ConfigError
 from ..sizing import GB, GIB, Machine, Measured, Plan, plan
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         )
     except ValueError as e:
         raise ConfigError(str(e)) from None
-    sys.stdout.write(json.dumps(answer.as_json(), indent=2) + "\n" if args.json else render(answer))
+    put(json.dumps(answer.as_json(), indent=2) + "\n" if args.json else render(answer))
     return 0 if answer.fits else 1
 
 

@@ -9,14 +9,16 @@ import argparse
 import errno
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..config import Settings, print_config
-from ..console import Progress, say
+from ..console import Progress, put, say
 from ..engine.protocol import Engine
 from ..engine.protocol import Progress as ProgressCall
 from ..errors import CheckpointError, ConfigError, DeviceError, ResourceError
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     forced: dict[str, object] = {"model_dir": model_dir.BUNDLED, "download": False} if args.demo else {}
     settings = settings_from(args, **forced)
     if args.print_config:
-        sys.stdout.write(print_config(settings))
+        put(print_config(settings))
         return 0
     settings.all_api_keys()
     check_port(settings)
@@ -218,7 +220,21 @@ def _serve(settings: Settings, path: Path, load: LoadEngine) -> int:
 
     say(f"glm53: loading {path}")
     serve(options, load_engine, tokenizer)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C: the process is leaving already
+    _leave_loader()
     return 0
+
+
+def _leave_loader() -> None:
+    """End the process here, with status 0, if a stop left the loader at work.
+
+    Its daemon thread is in native code (torch, page-locking), which aborts where an interpreter ends beneath it. The
+    kernel takes back what it holds.
+    """
+    if any(thread.daemon for thread in threading.enumerate()):
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def start_logging(quiet_loading: bool) -> None:

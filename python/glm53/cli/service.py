@@ -15,10 +15,12 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..config import example_config
+from ..console import put
 from ..errors import ResourceError
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -28,6 +30,8 @@ CONFIG = Path("etc/glm53/config.toml")
 ENABLED = Path("etc/systemd/system/multi-user.target.wants/glm53.service")
 CACHES = (Path("var/cache/private/glm53"), Path("var/cache/glm53"))
 """Directory and link that systemd makes for CacheDirectory= of a service with DynamicUser=."""
+UNSEEN = ("/home/", "/root/", "/tmp/", "/var/tmp/")
+"""What ProtectHome= and PrivateTmp= of the unit hide."""
 STATE = Path("var/lib/private/glm53")
 STATE_LINK = Path("var/lib/glm53")
 
@@ -77,20 +81,19 @@ def files() -> dict[Path, str]:
 def install(args: argparse.Namespace) -> int:
     """Write the files, reload systemd, say what to do next."""
     root: Path = args.root
-    written = _read_manifest(root)
-    for path, text in files().items():
-        target = root / path
-        if path == CONFIG and target.exists() and _digest(target) != written.get(str(path)):
-            _print(f"kept    {target} (yours)")
-            continue
-        _write(target, text)
-        written[str(path)] = _digest(target)
-        _print(f"wrote   {target}")
-    _write(root / MANIFEST, json.dumps(written, indent=2) + "\n")
-    _print(f"wrote   {root / MANIFEST}")
+    written, wanted = _read_manifest(root), files()
+    config = root / CONFIG
+    if config.exists() and _digest(config) != written.get(str(CONFIG)):
+        _print(f"kept    {config} (yours)")
+        del wanted[CONFIG]
+    written |= {str(path): hashlib.sha256(text.encode()).hexdigest() for path, text in wanted.items()}
+    # The manifest first: should a later file fail, uninstall knows of those before it.
+    for path, text in {MANIFEST: json.dumps(written, indent=2) + "\n", **wanted}.items():
+        _write(root / path, text)
+        _print(f"wrote   {root / path}")
     _systemctl(root, "daemon-reload")
-    if any(str(Path(sys.prefix)).startswith(home) for home in ("/home/", "/root/")):
-        _print(f"warning: {sys.prefix} is in a home folder, which the service cannot see; install glm53 below /opt")
+    if sys.prefix.startswith(UNSEEN):
+        _print(f"warning: the service cannot see {sys.prefix} (homes, /tmp); install glm53 below /opt")
     _print("next: sudo systemctl enable --now glm53; journalctl -fu glm53")
     return 0
 
@@ -157,16 +160,19 @@ def _read_manifest(root: Path) -> dict[str, str]:
 
 
 def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".new")
         temporary.write_text(text, encoding="utf-8")
         temporary.chmod(0o644)
         os.replace(temporary, path)
     except OSError as e:
-        raise ResourceError(
-            f"cannot write {path} ({e.strerror}); run as root: sudo {command()} service install"
-        ) from None
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        what = "mend that and run it again, or take back the rest with `glm53 service uninstall`"
+        if isinstance(e, PermissionError):
+            what = f"run as root: sudo {command()} service install"
+        raise ResourceError(f"cannot write {path} ({e.strerror}); {what}") from None
 
 
 def _remove(path: Path) -> None:
@@ -190,4 +196,5 @@ def _systemctl(root: Path, *arguments: str) -> None:
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    with suppress(BrokenPipeError, ResourceError):  # what was begun is brought to its end, whoever reads of it
+        put(text + "\n")
