@@ -26,16 +26,19 @@ from .sampling import MAX_LOGPROBS, parse_max_tokens, parse_response_format, par
 from .thinking import parse_thinking
 from .tools import choose_tools
 
+SUMMARIES = ("auto", "concise", "detailed", "none")
 IGNORED_ITEMS = ("web_search_call", "file_search_call", "tool_search_call", "tool_search_output", "item_reference")
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsesCall:
-    """`echo`: request fields that the response object repeats. `declared`: the tools as the client knows them."""
+    """`echo`: request fields that the response object repeats. `declared`: the tools as the client knows them.
+    `summary`: the client looks for the reasoning where other models have only a summary of it."""
 
     chat: ChatCall
     echo: Mapping[str, Any]
     declared: ResponsesTools
+    summary: bool = False
 
 
 def parse_responses(body: Mapping[str, Any], defaults: RequestDefaults) -> ResponsesCall:
@@ -72,7 +75,7 @@ def parse_responses(body: Mapping[str, Any], defaults: RequestDefaults) -> Respo
         thinking_budget=thinking.budget,
         template_kwargs=f.fields("chat_template_kwargs").raw,
     )
-    return ResponsesCall(chat, _echo(f, chat), declared)
+    return ResponsesCall(chat, _echo(f, chat), declared, summary=_summary(f) is not None)
 
 
 def _logprobs(f: Fields) -> int | None:
@@ -83,6 +86,12 @@ def _logprobs(f: Fields) -> int | None:
     return top if asked or top else None
 
 
+def _summary(f: Fields) -> str | None:
+    reasoning = f.fields("reasoning")
+    wanted = reasoning.choice("summary", SUMMARIES) or reasoning.choice("generate_summary", SUMMARIES)
+    return None if wanted == "none" else wanted
+
+
 def _echo(f: Fields, chat: ChatCall) -> dict[str, Any]:
     sampling = chat.decoding.sampling
     return {
@@ -91,7 +100,7 @@ def _echo(f: Fields, chat: ChatCall) -> dict[str, Any]:
         "metadata": f.fields("metadata").raw,
         "parallel_tool_calls": chat.parallel_tool_calls,
         "previous_response_id": None,
-        "reasoning": {"effort": f.fields("reasoning").get("effort"), "summary": None},
+        "reasoning": {"effort": f.fields("reasoning").get("effort"), "summary": _summary(f)},
         "store": False,
         "temperature": sampling.temperature,
         "text": {"format": f.fields("text").get("format") or {"type": "text"}},

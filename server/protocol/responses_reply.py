@@ -45,13 +45,14 @@ def _message_item(item_id: str, text: str | None, status: str, scores: Scores) -
     return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
-def _reasoning_part(text: str) -> dict[str, Any]:
-    return {"type": "reasoning_text", "text": text}
+def _reasoning_part(text: str, *, summary: bool) -> dict[str, Any]:
+    return {"type": "summary_text" if summary else "reasoning_text", "text": text}
 
 
-def _reasoning_item(item_id: str, text: str | None, status: str) -> dict[str, Any]:
-    content = [] if text is None else [_reasoning_part(text)]
-    return {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": status}
+def _reasoning_item(item_id: str, text: str | None, status: str, *, summary: bool) -> dict[str, Any]:
+    parts = [] if text is None else [_reasoning_part(text, summary=summary)]
+    own: dict[str, Any] = {"summary": parts, "content": []} if summary else {"summary": [], "content": parts}
+    return {"id": item_id, "type": "reasoning", **own, "status": status}
 
 
 class ResponsesReply:
@@ -85,7 +86,7 @@ class ResponsesReply:
 
     def _whole_item(self, part: Part) -> dict[str, Any]:
         if isinstance(part, ReasoningText):
-            return _reasoning_item(_new_id("rs"), part.text, "completed")
+            return _reasoning_item(_new_id("rs"), part.text, "completed", summary=self._call.summary)
         if isinstance(part, ContentText):
             return _message_item(_new_id("msg"), part.text, "completed", self._scores_of(part))
         return self._call_item(_new_id("fc"), part, "completed")
@@ -152,7 +153,7 @@ class ResponsesReply:
         if isinstance(event, ReasoningText):
             start = self._enter("reasoning", "rs")
             self._texts.append(event.text)
-            return start + self._part_event("response.reasoning_text.delta", delta=event.text)
+            return start + self._reasoning_event("text.delta", delta=event.text)
         if isinstance(event, ToolCallStart):
             closed = self._close()
             self._pending = Call(event.id, event.name, "")
@@ -178,16 +179,17 @@ class ResponsesReply:
         added = self._event(
             "response.output_item.added", output_index=len(self._output), item=self._item("in_progress", None)
         )
-        if kind != "call":
-            part = _text_part("", []) if kind == "message" else _reasoning_part("")
-            added += self._part_event("response.content_part.added", part=part)
+        if kind == "message":
+            added += self._part_event("response.content_part.added", part=_text_part("", []))
+        elif kind == "reasoning":
+            added += self._reasoning_event("part.added", part=_reasoning_part("", summary=self._call.summary))
         return closed + added
 
     def _item(self, status: str, text: str | None) -> dict[str, Any]:
         if self._kind == "message":
             return _message_item(self._item_id, text, status, self._scores)
         if self._kind == "reasoning":
-            return _reasoning_item(self._item_id, text, status)
+            return _reasoning_item(self._item_id, text, status, summary=self._call.summary)
         assert self._pending is not None
         return self._call_item(self._item_id, Call(self._pending.id, self._pending.name, text or ""), status)
 
@@ -212,12 +214,19 @@ class ResponsesReply:
             done = self._part_event("response.output_text.done", text=text, logprobs=self._scores)
             return done + self._part_event("response.content_part.done", part=_text_part(text, self._scores))
         if self._kind == "reasoning":
-            done = self._part_event("response.reasoning_text.done", text=text)
-            return done + self._part_event("response.content_part.done", part=_reasoning_part(text))
+            part = _reasoning_part(text, summary=self._call.summary)
+            return self._reasoning_event("text.done", text=text) + self._reasoning_event("part.done", part=part)
         if self._custom():
             delta = self._item_event("response.custom_tool_call_input.delta", delta=item["input"])
             return delta + self._item_event("response.custom_tool_call_input.done", input=item["input"])
         return self._item_event("response.function_call_arguments.done", name=item["name"], arguments=text)
+
+    def _reasoning_event(self, kind: str, **fields: Any) -> bytes:
+        """`kind` is part.added, text.delta, text.done or part.done."""
+        if self._call.summary:
+            return self._item_event(f"response.reasoning_summary_{kind}", summary_index=0, **fields)
+        name = "content" if kind.startswith("part") else "reasoning"
+        return self._part_event(f"response.{name}_{kind}", **fields)
 
     def _part_event(self, kind: str, **fields: Any) -> bytes:
         return self._item_event(kind, content_index=0, **fields)

@@ -193,8 +193,8 @@ CALLS = (
 )
 
 
-def request() -> ResponsesCall:
-    return call(tools=[TOOL, PATCH], instructions="i")
+def request(**more: Any) -> ResponsesCall:
+    return call(tools=[TOOL, PATCH], instructions="i", **more)
 
 
 def events(model: list[str], end: str) -> list[Event]:
@@ -205,11 +205,12 @@ def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in item.items() if k != "id"} for item in output]
 
 
+@pytest.mark.parametrize("summary", [None, "auto", "none"])
 @pytest.mark.parametrize(("model", "end"), [(HELLO, "user"), (CALLS, "obs"), (HELLO, "length"), ("</think>", "user")])
-def test_stream_is_the_response(model: str, end: str) -> None:
+def test_stream_is_the_response(model: str, end: str, summary: str | None) -> None:
     for pieces in splits(model):
         got = events(pieces, end)
-        reply = ResponsesReply("m", 1, request())
+        reply = ResponsesReply("m", 1, request(reasoning={"summary": summary}))
         whole = reply.whole(collect(got), COUNTS)
         Response.model_validate(whole)
         data = reply.begin() + b"".join(reply.events([e]) for e in got) + reply.end(COUNTS)
@@ -235,11 +236,15 @@ def check_deltas(payloads: list[dict[str, Any]], output: list[dict[str, Any]]) -
         assert all(p.get("item_id", item["id"]) == item["id"] for p in own)
         text = "".join(p["delta"] for p in own if p["type"].endswith(".delta"))
         keys = {"function_call": "arguments", "custom_tool_call": "input"}
-        assert text == (item[keys[item["type"]]] if item["type"] in keys else item["content"][0]["text"])
-        if item["type"] not in keys:  # libraries add deltas to a part, which they must have been told of
-            assert (own[1]["type"], own[-2]["type"]) == ("response.content_part.added", "response.content_part.done")
-            assert own[1]["part"] == {**item["content"][0], "text": ""}
-            assert own[-2]["part"] == item["content"][0]
+        if item["type"] in keys:
+            assert text == item[keys[item["type"]]]
+            continue
+        [part] = [*item["content"], *item.get("summary", [])]
+        assert part["text"] == text
+        kind = "reasoning_summary" if part["type"] == "summary_text" else "content"
+        # libraries add deltas to a part, which they must have been told of
+        assert (own[1]["type"], own[1]["part"]) == (f"response.{kind}_part.added", {**part, "text": ""})
+        assert (own[-2]["type"], own[-2]["part"]) == (f"response.{kind}_part.done", part)
 
 
 def test_items() -> None:
@@ -249,6 +254,20 @@ def test_items() -> None:
     assert whole["output"][3]["input"] == "*** {p}\n"
     assert whole["usage"]["input_tokens_details"] == {"cached_tokens": 4, "cache_write_tokens": 0}
     assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 1}
+
+
+def test_reasoning_goes_where_the_client_looks_for_it() -> None:
+    """Codex and the Vercel library show what is in the summary, if they asked for one."""
+    for wanted, place in ((None, "content"), ("none", "content"), ("auto", "summary"), ("Detailed", "summary")):
+        reply = ResponsesReply("m", 1, request(reasoning={"summary": wanted, "effort": "low"}))
+        whole = reply.whole(collect(events([HELLO], "user")), COUNTS)
+        first = whole["output"][0]
+        assert [p["text"] for p in first[place]] == ["hm"]
+        assert len(first["content"]) + len(first["summary"]) == 1
+        assert whole["reasoning"]["summary"] == (wanted.lower() if place == "summary" else None)
+        assert "<think>hm</think>Hello" in prompt(input=[{"role": "user", "content": "x"}, *whole["output"]])
+    assert request(reasoning={"generate_summary": "concise"}).summary
+    refused("reasoning.summary", reasoning={"summary": 3})
 
 
 def test_failure() -> None:
