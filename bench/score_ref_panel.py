@@ -30,6 +30,11 @@ TINY = 1e-12
 Top = dict[Any, float]
 
 
+def web_address(text: str) -> str:
+    """`text` with a scheme: host:port alone means http."""
+    return text if "://" in text else f"http://{text}"
+
+
 class NoVerdict(Exception):
     """The panel could not be scored; the text says why."""
 
@@ -193,7 +198,9 @@ def load_panel(path: str) -> dict[str, Any]:
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--url", default="http://127.0.0.1:30000", help="server (default: %(default)s)")
+    parser.add_argument(
+        "--url", type=web_address, default="http://127.0.0.1:30000", help="server (default: %(default)s)"
+    )
     parser.add_argument("--panel", required=True, help="panel made by make_ref_panel.py")
     parser.add_argument("--out", help="write the score as JSON")
     parser.add_argument("--model", default="glm-5.3-flash", help="model name to send (default: %(default)s)")

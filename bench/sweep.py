@@ -45,6 +45,11 @@ QUESTIONS = (
 )
 
 
+def web_address(text: str) -> str:
+    """`text` with a scheme: host:port alone means http."""
+    return text if "://" in text else f"http://{text}"
+
+
 class Failure(Exception):
     """The server could not be measured; the text says why."""
 
@@ -297,7 +302,9 @@ def table(record: dict[str, Any]) -> str:
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--url", default="http://127.0.0.1:30000", help="server (default: %(default)s)")
+    parser.add_argument(
+        "--url", type=web_address, default="http://127.0.0.1:30000", help="server (default: %(default)s)"
+    )
     parser.add_argument("--card", default="", help="machine and model, for the record")
     parser.add_argument("--config", default="", help="version and mode, for the record")
     parser.add_argument("--template", choices=("glm", "raw"), default="glm", help="decode through chat, or bare text")

@@ -306,6 +306,21 @@ def test_stream_rate_gives_no_verdict_without_a_server_or_on_a_short_answer(serv
     code, _, told = bench("stream_rate.py", "--url", serve({"pieces": ["</think>", "x"], "end": "user"}).url)
     assert code == 2
     assert "only 1 events" in told
+    short = {**TALK, "pieces": TALK["pieces"][:41]}  # 5 % of its time are two events: chance would decide
+    code, _, told = bench("stream_rate.py", "--url", serve(short).url)
+    assert code == 2
+    assert re.search(r"only \d\d events with text; 60 are needed \(try --ignore-eos\)", told)
+
+
+@pytest.mark.parametrize("client", ["stream_rate.py", "sweep.py", "score_ref_panel.py"])
+def test_clients_take_an_address_without_a_scheme(client: str) -> None:
+    """They spoke to port 80 of this machine instead."""
+    panel = ["--panel", str(BENCH / "panels/nano-recorded.json")] if client == "score_ref_panel.py" else []
+    with dead_port() as port:
+        command = [sys.executable, "-S", "-I", str(BENCH / client), "--url", f"127.0.0.1:{port}", *panel]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert f" http://127.0.0.1:{port}: " in done.stderr
 
 
 def test_server_overhead_runs(serve: Serve) -> None:
