@@ -97,7 +97,7 @@ ExpertRuntime::ExpertRuntime(std::shared_ptr<Device> device, ExpertRuntimeConfig
     }
     const std::size_t region = sizeof(std::int64_t) * kRows * static_cast<std::size_t>(c.layers) * c.experts;
     mirrors_ = std::make_unique<HostArena>(kRegions * region, "address tables", device_);
-    if (device_->info().is_cuda) {
+    if (device_->is_cuda()) {
         memory_ = std::make_unique<DeviceMemory>(*device_, config_, cache_->segments());
         ExpertStepView& v = memory_->view;
         v.block = cache_->device_block();

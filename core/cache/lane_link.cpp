@@ -45,13 +45,13 @@ void check_lane(const HostArena& arena, bool cuda, int hidden, std::chrono::mill
 
 LaneLink::LaneLink(std::shared_ptr<Device> device, HostArena& arena, int hidden, const SplitConfig& split,
                    std::chrono::milliseconds limit)
-    : device_((check_split(split), check_lane(arena, device->info().is_cuda, hidden, limit), std::move(device))),
+    : device_((check_split(split), check_lane(arena, device->is_cuda(), hidden, limit), std::move(device))),
       arena_(arena),
       hidden_(hidden),
       limit_(limit),
       status_(kPage, "CPU lane status", device_),
       split_(split) {
-    if (!device_->info().is_cuda) {
+    if (!device_->is_cuda()) {
         publisher_.emplace(arena_.data(), hidden_);
         return;
     }

@@ -30,32 +30,14 @@ class CudaDevice final : public Device {
             throw DeviceFailure("CUDA device " + std::to_string(index) + " does not exist: " + std::to_string(count) +
                                 " visible");
         }
-        check(cudaGetDeviceProperties(&properties_, index), "cudaGetDeviceProperties");
-        if (!properties_.canMapHostMemory || !properties_.unifiedAddressing) {
-            throw DeviceFailure(std::string(properties_.name) + " cannot map host memory under unified addressing");
+        cudaDeviceProp properties{};
+        check(cudaGetDeviceProperties(&properties, index), "cudaGetDeviceProperties");
+        if (!properties.canMapHostMemory || !properties.unifiedAddressing) {
+            throw DeviceFailure(std::string(properties.name) + " cannot map host memory under unified addressing");
         }
     }
 
-    DeviceInfo info() const override {
-        use();
-        std::size_t free_bytes = 0, total_bytes = 0;
-        check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
-        DeviceInfo info;
-        info.name = properties_.name;
-        info.index = index_;
-        info.is_cuda = true;
-        info.total_bytes = total_bytes;
-        info.free_bytes = free_bytes;
-        info.cc_major = properties_.major;
-        info.cc_minor = properties_.minor;
-        info.multiprocessors = properties_.multiProcessorCount;
-        check(cudaDriverGetVersion(&info.driver_version), "cudaDriverGetVersion");
-        check(cudaRuntimeGetVersion(&info.runtime_version), "cudaRuntimeGetVersion");
-        char bus[32] = {};
-        check(cudaDeviceGetPCIBusId(bus, sizeof bus, index_), "cudaDeviceGetPCIBusId");
-        info.pci_bus_id = bus;
-        return info;
-    }
+    bool is_cuda() const override { return true; }
 
     void* alloc(std::size_t bytes) override {
         if (bytes == 0) return nullptr;
@@ -146,7 +128,6 @@ class CudaDevice final : public Device {
     }
 
     const int index_;
-    cudaDeviceProp properties_{};
 };
 
 }  // namespace

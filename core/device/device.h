@@ -27,19 +27,6 @@ namespace glm53 {
 using StreamHandle = void*;  // cudaStream_t, or any tag on the host device; nullptr is the default stream
 using EventHandle = void*;   // from Device::event_create
 
-struct DeviceInfo {
-    std::string name;
-    int index = 0;
-    bool is_cuda = false;
-    std::uint64_t total_bytes = 0;
-    std::uint64_t free_bytes = 0;  // at the time of the call
-    int cc_major = 0, cc_minor = 0;
-    int multiprocessors = 0;
-    int driver_version = 0;   // CUDA's own numbering: 13000 is 13.0
-    int runtime_version = 0;  // of the runtime linked into this build
-    std::string pci_bus_id;   // "0000:01:00.0"; empty on the host device
-};
-
 inline constexpr std::size_t kPinChunkBytes = std::size_t{1} << 30;  // one registration; single huge ones fail
 
 class Device {
@@ -48,7 +35,7 @@ class Device {
     Device(const Device&) = delete;
     Device& operator=(const Device&) = delete;
 
-    virtual DeviceInfo info() const = 0;
+    virtual bool is_cuda() const = 0;
 
     // Page-locks [address, address + bytes), mapped for the device, in chunks; returns the device's alias of `address`
     // (nullptr for 0 bytes, which is no error). All or nothing: on a failure the chunks already locked are released

@@ -35,14 +35,7 @@ class SteppableHostDevice final : public HostDevice {
         for (const auto& [address, bytes] : allocations_) std::free(address);
     }
 
-    DeviceInfo info() const override {
-        const std::lock_guard lock(mutex_);
-        DeviceInfo info;
-        info.name = "host";
-        info.total_bytes = total_bytes_;
-        info.free_bytes = total_bytes_ - allocated_;
-        return info;
-    }
+    bool is_cuda() const override { return false; }
 
     void* alloc(std::size_t bytes) override {
         if (bytes == 0) return nullptr;

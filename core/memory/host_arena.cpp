@@ -253,7 +253,6 @@ ArenaStats HostArena::stats() const {
     ArenaStats stats;
     stats.bytes = bytes_;
     stats.mapped_bytes = mapped_bytes_;
-    stats.reserved_bytes = reserved_.load(std::memory_order_relaxed);
     stats.read_bytes = read_bytes_.load(std::memory_order_relaxed);
     stats.pinned_bytes = device_ ? mapped_bytes_ : 0;
     stats.state = state();

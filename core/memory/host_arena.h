@@ -61,9 +61,8 @@ struct ArenaTimes {
 };
 
 struct ArenaStats {
-    std::size_t bytes = 0;         // as asked for
-    std::size_t mapped_bytes = 0;  // rounded up to 2 MiB
-    std::size_t reserved_bytes = 0;
+    std::size_t bytes = 0;           // as asked for
+    std::size_t mapped_bytes = 0;    // rounded up to 2 MiB
     std::size_t read_bytes = 0;      // written so far by read_file and write
     std::size_t resident_bytes = 0;  // in RAM now
     std::size_t huge_bytes = 0;      // of them on huge pages

@@ -83,7 +83,6 @@ void* StagingBuffers::copy(int layer, const void* src, std::size_t bytes) {
     if (at > bytes_each_ || bytes > bytes_each_ - at) return nullptr;
     device_->copy_async(buffer.memory + at, src, bytes, buffer.copy_stream);
     buffer.filled_bytes = at + bytes;
-    copied_bytes_ += bytes;
     return buffer.memory + at;
 }
 

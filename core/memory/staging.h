@@ -61,7 +61,6 @@ class StagingBuffers {
     StagingState state(int layer) const;  // Free when the layer has no buffer
     bool arrived(int layer) const;        // its copies are done; never blocks
     std::size_t bytes_each() const { return bytes_each_; }
-    std::size_t copied_bytes() const { return copied_bytes_; }
 
   private:
     struct Buffer {
@@ -81,7 +80,6 @@ class StagingBuffers {
     const std::shared_ptr<Device> device_;
     const std::size_t bytes_each_;
     void* owned_ = nullptr;
-    std::size_t copied_bytes_ = 0;
     std::array<Buffer, kBuffers> buffers_;
     int next_ = 0;  // the buffer that has been free longest: its last reader is the furthest along
 };

@@ -53,20 +53,7 @@ BytesView view(nb::handle_t<HostArena> self, std::size_t offset, std::size_t byt
 }
 
 void bind_device(nb::module_& m) {
-    nb::class_<DeviceInfo>(m, "DeviceInfo", "What a device is and has. CUDA versions are numbered as 13000 for 13.0.")
-        .def_ro("name", &DeviceInfo::name)
-        .def_ro("index", &DeviceInfo::index)
-        .def_ro("is_cuda", &DeviceInfo::is_cuda)
-        .def_ro("total_bytes", &DeviceInfo::total_bytes)
-        .def_ro("free_bytes", &DeviceInfo::free_bytes)
-        .def_prop_ro("compute_capability", [](const DeviceInfo& i) { return std::pair(i.cc_major, i.cc_minor); })
-        .def_ro("multiprocessors", &DeviceInfo::multiprocessors)
-        .def_ro("driver_version", &DeviceInfo::driver_version)
-        .def_ro("runtime_version", &DeviceInfo::runtime_version)
-        .def_ro("pci_bus_id", &DeviceInfo::pci_bus_id);
-
     nb::class_<Device>(m, "Device", "The seam to a GPU, or the host standing in for one.")
-        .def("info", &Device::info)
         .def_prop_ro("pinned_bytes", &Device::pinned_bytes, "Host bytes that are page-locked for it.");
 
     nb::class_<HostDevice, Device>(m, "HostDevice", "A working stand-in in host memory, for tests.")
@@ -74,8 +61,7 @@ void bind_device(nb::module_& m) {
              "total_bytes"_a = std::uint64_t{1} << 34, "pin_chunk_bytes"_a = kPinChunkBytes)
         .def("fail_pin_after", &HostDevice::fail_pin_after, "chunks"_a,
              "Makes the chunk after that many more fail to be page-locked, once.")
-        .def("fail_next_alloc", &HostDevice::fail_next_alloc)
-        .def_prop_ro("allocated_bytes", &HostDevice::allocated_bytes);
+        .def("fail_next_alloc", &HostDevice::fail_next_alloc);
 
     m.def("cuda_device", &make_cuda_device, "index"_a, nb::call_guard<nb::gil_scoped_release>(),
           "The GPU of that index. Raises DeviceFailure without CUDA objects, without a driver, or for a bad index.");
@@ -85,7 +71,6 @@ void bind_arena(nb::module_& m) {
     nb::class_<ArenaStats>(m, "ArenaStats", "Bytes of one arena, by what became of them.")
         .def_ro("bytes", &ArenaStats::bytes)
         .def_ro("mapped_bytes", &ArenaStats::mapped_bytes)
-        .def_ro("reserved_bytes", &ArenaStats::reserved_bytes)
         .def_ro("read_bytes", &ArenaStats::read_bytes)
         .def_ro("resident_bytes", &ArenaStats::resident_bytes)
         .def_ro("huge_bytes", &ArenaStats::huge_bytes, "Resident bytes that are on huge pages.")

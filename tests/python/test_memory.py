@@ -115,9 +115,7 @@ def test_an_arena_keeps_its_device() -> None:
     assert arena.stats().pinned_bytes == HUGE
 
 
-def test_device_info_and_failures() -> None:
-    info = _core.HostDevice(1 << 20).info()
-    assert (info.name, info.is_cuda, info.total_bytes, info.free_bytes) == ("host", False, 1 << 20, 1 << 20)
+def test_a_device_that_does_not_exist() -> None:
     assert issubclass(_core.DeviceFailure, RuntimeError)
     with pytest.raises(_core.DeviceFailure, match="10000"):  # no such GPU, or no CUDA at all
         _core.cuda_device(10_000)

@@ -15,12 +15,7 @@ class HostGpu final : public Device {
   public:
     HostGpu() : Device(kPinChunkBytes) {}
 
-    DeviceInfo info() const override {
-        DeviceInfo info;
-        info.name = "kernels on the host";
-        info.is_cuda = true;
-        return info;
-    }
+    bool is_cuda() const override { return true; }
     void* alloc(std::size_t bytes) override {
         return bytes ? std::aligned_alloc(kAlign, (bytes + kAlign - 1) / kAlign * kAlign) : nullptr;
     }
