@@ -115,7 +115,8 @@ class CpuTier:
         self._off: str | None = None
         self._given_up = False
         self.costs: Costs | None = None
-        self._isa, self._raced_ns = settings.isa or "auto", dict[str, int]()
+        self._isa: str = settings.isa or "auto"
+        self._raced_ns: dict[str, int] = {}
         self._arena, self._lane = self._make(_MEASURE_LIMIT_MS)
 
     def _make(self, limit_ms: int = 0) -> tuple[Any, Any]:
@@ -132,11 +133,14 @@ class CpuTier:
     def _timer(self, top_k: int) -> LaneTimer:
         return LaneTimer(self._lane, self._arena, self._memory.tables[:_MEASURED_LAYERS], top_k)
 
-    def _large_job_ns(self, isa: str, top_k: int) -> float:
-        """Of a lane with these kernels, which takes the present one's place."""
+    def _take_kernels(self, isa: str) -> None:
+        """A lane with these kernels, to be measured, takes the present one's place."""
         self._lane.close()
         self._isa = isa
         self._arena, self._lane = self._make(_MEASURE_LIMIT_MS)
+
+    def _large_job_ns(self, isa: str, top_k: int) -> float:
+        self._take_kernels(isa)
         return self._timer(top_k).large_job_ns()
 
     def _choose_kernels(self, top_k: int) -> None:
@@ -146,9 +150,7 @@ class CpuTier:
             return
         chosen, self._raced_ns = race(names, lambda isa: self._large_job_ns(isa, top_k))
         if self._isa != chosen:
-            self._lane.close()
-            self._isa = chosen
-            self._arena, self._lane = self._make(_MEASURE_LIMIT_MS)
+            self._take_kernels(chosen)
 
     def measure(self, top_k: int) -> None:
         """Measure what the split needs on this lane, which then gives way to a fresh one: jobs count from 1."""
