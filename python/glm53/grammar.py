@@ -55,10 +55,6 @@ class Grammars:
         # llguidance takes added tokens that are not marked special for text; the answer's parser does not
         self._not_text = np.array(sorted(i for i in ids if not self._ll.is_special_token(i)), dtype=np.intp)
 
-    def json_object(self, stop_ids: frozenset[int]) -> Constraint:
-        """Any JSON object."""
-        return self.json_schema({"type": "object"}, stop_ids)
-
     def json_schema(
         self, schema: Mapping[str, Any], stop_ids: frozenset[int], param: str = "response_format"
     ) -> Constraint:

@@ -38,13 +38,12 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class PcieLink:
-    """Link of a GPU: generation and lanes, now and at most (links idle at a lower generation)."""
+    """Link of a GPU: its generation now and at most (links idle at a lower one), and its lanes now."""
 
     device: str
     generation: int
     width: int
     max_generation: int
-    max_width: int
 
 
 def cuda_gpus() -> tuple[tuple[Gpu, ...], str]:
@@ -162,9 +161,9 @@ class Host:
             display = (self._read(f"{path}/class") or "").startswith("0x03")
             if not display or self._read(f"{path}/vendor") != NVIDIA_VENDOR:
                 continue
-            speed, width = self._read(f"{path}/current_link_speed"), self._read(f"{path}/current_link_width")
-            top, wide = self._read(f"{path}/max_link_speed"), self._read(f"{path}/max_link_width")
-            links.append(PcieLink(device.name, _generation(speed), _int(width), _generation(top), _int(wide)))
+            speed, top = (self._read(f"{path}/{which}_link_speed") for which in ("current", "max"))
+            width = _int(self._read(f"{path}/current_link_width"))
+            links.append(PcieLink(device.name, _generation(speed), width, _generation(top)))
         return links
 
     def disk_free_bytes(self, path: Path) -> int:

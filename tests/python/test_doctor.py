@@ -62,7 +62,7 @@ class Fake:
         speed, width = self.link
         for name, text in (("vendor", "0x10de"), ("class", "0x030000"), ("current_link_speed", "2.5 GT/s PCIe")):
             self._write(f"{device}/{name}", text)
-        for name, text in (("current_link_width", width), ("max_link_speed", speed), ("max_link_width", "16")):
+        for name, text in (("current_link_width", width), ("max_link_speed", speed)):
             self._write(f"{device}/{name}", text)
         for program in self.programs:
             self._write(f"usr/bin/{program}", "")

@@ -97,7 +97,6 @@ class Container:
     """A booted container. `call` runs a command inside."""
 
     def __init__(self, root: Path, log: Path) -> None:
-        self._root = root
         self._log = log.open("wb")
         command = ["systemd-nspawn", "-q", "--boot", "--register=no", "--keep-unit", "-M", "glm53test", "-D", str(root)]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)

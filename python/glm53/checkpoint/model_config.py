@@ -60,7 +60,6 @@ class ModelConfig:
     hc_sinkhorn_iters: int
     rms_norm_eps: float
     max_position_embeddings: int
-    eos_token_ids: tuple[int, ...]
 
     @property
     def kda_dim(self) -> int:
@@ -150,12 +149,11 @@ class _Fields:
         return tuple(names[v] for v in value)
 
 
-def _eos(text: _Fields) -> tuple[int, ...]:
+def _check_eos(text: _Fields) -> None:
     value = text.values.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
         raise text.fail("eos_token_id", "a token id or a list of them")
-    return tuple(ids)
 
 
 def _from_text_config(t: _Fields) -> ModelConfig:
@@ -166,6 +164,7 @@ def _from_text_config(t: _Fields) -> ModelConfig:
     indexers = t.values.get("indexer_types") or []
     if not isinstance(indexers, list) or any(kind != "full" for kind in indexers):
         raise t.fail("indexer_types", '"full" for every layer')
+    _check_eos(t)
     kda = t.section("linear_attn_config")
     experts = t.integer("n_routed_experts")
     kpool = t.integer("index_kpool")
@@ -202,5 +201,4 @@ def _from_text_config(t: _Fields) -> ModelConfig:
         hc_sinkhorn_iters=t.integer("hc_sinkhorn_iters", 20, high=1000),
         rms_norm_eps=t.number("rms_norm_eps"),
         max_position_embeddings=t.integer("max_position_embeddings"),
-        eos_token_ids=_eos(t),
     )
