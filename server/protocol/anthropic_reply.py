@@ -15,6 +15,8 @@ from .events import Answer, ContentText, Done, Event, Part, ReasoningText, ToolC
 from .sse import frame
 from .usage import TokenCounts
 
+SIGNATURE = "Z2xtNTM="
+"""Of every thinking block. It signs nothing, but clients send a block without one back as plain text or not at all."""
 STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 
 
@@ -89,13 +91,14 @@ class MessagesReply:
     def _close(self) -> bytes:
         if not self._open:
             return b""
+        signed = self._delta({"type": "signature_delta", "signature": SIGNATURE}) if self._open == "thinking" else b""
         self._open = ""
-        return _event({"type": "content_block_stop", "index": self._index})
+        return signed + _event({"type": "content_block_stop", "index": self._index})
 
 
 def _block(part: Part) -> dict[str, Any]:
     if isinstance(part, ReasoningText):
-        return {"type": "thinking", "thinking": part.text, "signature": ""}
+        return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
     if isinstance(part, ContentText):
         return {"type": "text", "text": part.text}
     arguments = orjson.Fragment(

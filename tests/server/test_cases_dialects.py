@@ -30,7 +30,7 @@ def blocks(stream: Streamed) -> list[dict[str, Any]]:
             out.append({**event["content_block"], "json": ""})
         elif event["type"] == "content_block_delta":
             delta, block = event["delta"], out[event["index"]]
-            for kind, key in (("text_delta", "text"), ("thinking_delta", "thinking")):
+            for kind, key in (("text_delta", "text"), ("thinking_delta", "thinking"), ("signature_delta", "signature")):
                 if delta["type"] == kind:
                     block[key] += delta[key]
             block["json"] += delta.get("partial_json", "")

@@ -157,6 +157,14 @@ def sent(message: dict[str, Any]) -> dict[str, Any]:
     return json.loads(orjson.dumps(message))
 
 
+DELTAS = {
+    "text_delta": "text",
+    "thinking_delta": "thinking",
+    "signature_delta": "signature",
+    "input_json_delta": "partial_json",
+}
+
+
 def rebuild(payloads: list[dict[str, Any]]) -> dict[str, Any]:
     """The message a client puts together from a stream."""
     message = dict(payloads[0]["message"])
@@ -172,9 +180,7 @@ def rebuild(payloads: list[dict[str, Any]]) -> dict[str, Any]:
             assert is_open
             assert p["index"] == len(blocks) - 1
             delta = p["delta"]
-            key = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}[
-                delta["type"]
-            ]
+            key = DELTAS[delta["type"]]
             assert delta[key]
             blocks[-1]["json" if key == "partial_json" else key] += delta[key]
         elif p["type"] == "content_block_stop":
@@ -219,6 +225,7 @@ def test_message_fields() -> None:
     assert messages[4]["stop_sequence"] == "STOP"
     assert [b["type"] for b in messages[1]["content"]] == ["thinking", "text", "tool_use", "tool_use"]
     assert messages[1]["content"][2]["input"] == {"mode": 4}
+    assert all(b["signature"] for m in messages for b in m["content"] if b["type"] == "thinking")
     usage = messages[0]["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (6, 4, 3)
 
