@@ -9,6 +9,7 @@ from glm53.engine.protocol import Engine
 from glm53.errors import RequestError
 
 from .generation import Work, give_each, stop_ids
+from .jobs import Job
 from .prompt import Prompt, fit
 from .protocol.constraints import chat_constraint
 from .protocol.output import OutputParser, new_call_id
@@ -57,8 +58,9 @@ def chat_work(state: ServerState, engine: Engine, call: ChatCall, new_id: Callab
     return ChatWork(call, prompt, works)
 
 
-async def constrain(state: ServerState, work: ChatWork) -> None:
+async def constrain(job: Job, work: ChatWork) -> None:
     """Compile what the answer must look like, if anything, for each choice. Raises RequestError."""
+    state = job.state
     call, stops = work.call, stop_ids(work.call.decoding, state)
     if call.decoding.response_format is None and call.thinking_budget is None and not call.tool_choice.forced:
         return
@@ -67,7 +69,7 @@ async def constrain(state: ServerState, work: ChatWork) -> None:
         first = chat_constraint(state.grammars, call, thinking_open=work.prompt.thinking, stop_ids=stops)
         give_each(work.works, first)
 
-    await state.run_on_thread(compile_all)
+    await job.on_thread(compile_all)
 
 
 def check_choices(state: ServerState, n: int) -> None:

@@ -124,7 +124,7 @@ async def gather(job: Job, choices: Sequence[Choice]) -> list[Answer]:
         events: list[Event] = []
         async for batch in choice.events():
             events += batch
-        return collect(events) if len(events) <= FEW_EVENTS else await job.state.run_on_thread(lambda: collect(events))
+        return collect(events) if len(events) <= FEW_EVENTS else await job.on_thread(lambda: collect(events))
 
     try:
         async with job.deadline():
@@ -156,9 +156,9 @@ async def stream(job: Job, choices: Sequence[Choice], form: StreamFormat) -> web
     async with SseResponse(job.request, job.state.options, form.ping) as sse:
         try:
             async with job.deadline():
-                await sse.write(await job.state.run_on_thread(form.begin))
+                await sse.write(await job.on_thread(form.begin))
                 await _write_all(sse, choices, form)
-                last = await job.state.run_on_thread(form.end)
+                last = await job.on_thread(form.end)
         except ClientConnectionResetError:
             raise
         except Exception as error:

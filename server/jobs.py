@@ -45,6 +45,7 @@ class Job:
         self.request = request
         self.state = state
         self.engine = engine
+        self.weight = len(body)  # bytes of the largest thing that is made of this request or for it, about
         self._body = body
         self._lease = lease
         self.id: str = request[REQUEST_ID]
@@ -64,6 +65,10 @@ class Job:
             return await self.state.run_sized(len(body), partial(work, body))
         finally:
             self._lease.close()
+
+    async def on_thread(self, work: Callable[[], T]) -> T:
+        """`work()` on a thread; that of heavy requests one after another."""
+        return await self.state.run_on_thread(work, self.weight)
 
     async def submit(self, requests: list[GenerationRequest]) -> list[TokenStream]:
         """Hand all of a request's streams to the engine. Raises what `Engine.submit` raises."""

@@ -38,6 +38,9 @@ LoadEngine = Callable[[Progress], Engine]
 SWITCH_S = 0.001  # how long the engine thread may keep the interpreter lock from the event loop
 GOODBYE_S = 5.0  # time for the last error events to leave once streams are ended
 LOG_EVERY_S = 5.0
+LOOK_S = 60.0  # between looks whether the server is idle, for the garbage collection
+COLLECT_S = 600.0  # most time between two collections
+NEVER = 1 << 30
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
@@ -227,10 +230,27 @@ class Server:
         self.state.close()
 
 
+async def collect_when_idle(state: ServerState) -> None:
+    """Look for unreachable cycles among old objects between requests, or after COLLECT_S, instead of whenever Python
+    finds it due: that is while a long prompt's scores or a large body are made, and then it takes up to 600 ms."""
+    before = gc.get_threshold()
+    gc.set_threshold(before[0], before[1], NEVER)
+    last_s = time.monotonic()
+    try:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if not state.live or time.monotonic() - last_s >= COLLECT_S:
+                gc.collect()
+                last_s = time.monotonic()
+    finally:
+        gc.set_threshold(*before)
+
+
 async def run(server: Server) -> None:
     """Bind, load, serve until SIGTERM or SIGINT, drain, close. Returns normally after a clean stop."""
     sys.setswitchinterval(SWITCH_S)
     loop = asyncio.get_running_loop()
+    collector = asyncio.create_task(collect_when_idle(server.state))
     await server.bind()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.request_stop)
@@ -245,5 +265,6 @@ async def run(server: Server) -> None:
         await server.wait_stop()
         await server.drain()
     finally:
+        collector.cancel()
         await server.close()
         log.info("stopped")

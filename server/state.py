@@ -23,6 +23,7 @@ from glm53.tokenizer import Tokenizer
 from .admission import Admission, BodyRoom
 from .errors import Unavailable
 from .generation_config import read_generation_config
+from .item_store import ItemStore
 from .metrics import Metrics
 from .options import ServerOptions
 from .prompt import PromptBuilder
@@ -59,6 +60,7 @@ class ServerState:
         self.metrics = Metrics(self)
         self.live: dict[str, Job] = {}
         self.refused_origins: set[str] = set()
+        self.items = ItemStore()
         self.idle = asyncio.Event()  # set while `live` is empty
         self.idle.set()
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="prepare")
@@ -88,15 +90,12 @@ class ServerState:
     async def run_sized(self, size: int, work: Callable[[], T]) -> T:
         """`work()` here if its input of `size` bytes is small, else on a thread, so that the event loop stays free; a
         large one waits for others, so that the event loop waits for no more than one of them."""
-        if size <= INLINE_BYTES:
-            return work()
-        if size <= LARGE_BYTES:
-            return await self.run_on_thread(work)
-        return await asyncio.get_running_loop().run_in_executor(self._large, work)
+        return work() if size <= INLINE_BYTES else await self.run_on_thread(work, size)
 
-    async def run_on_thread(self, work: Callable[[], T]) -> T:
-        """`work()` on one of the threads that prepare requests."""
-        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+    async def run_on_thread(self, work: Callable[[], T], size: int = 0) -> T:
+        """`work()` on one of the threads that prepare requests and replies; a large one as `run_sized` says."""
+        threads = self._workers if size <= LARGE_BYTES else self._large
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     @cached_property
     def grammars(self) -> Grammars:

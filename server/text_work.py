@@ -55,18 +55,20 @@ def text_work(
     return TextWork(ids, works)
 
 
-async def constrain(state: ServerState, work: TextWork, decoding: Decoding) -> None:
+async def constrain(job: Job, work: TextWork, decoding: Decoding) -> None:
     """Compile the format of the answer, if one was asked for, for each stream. Raises RequestError."""
     if decoding.response_format is None:
         return
+    state = job.state
     stops = stop_ids(decoding, state)
 
     def compile_all() -> None:
         give_each(work.works, text_constraint(state.grammars, decoding.response_format, stops))
 
-    await state.run_on_thread(compile_all)
+    await job.on_thread(compile_all)
 
 
+SCORE_BYTES = 32  # in a reply
 MOST_SCORES = 1 << 22
 """Scores and alternatives of one request: some 200 MB of JSON, and ten times that in Python's objects."""
 
@@ -78,6 +80,7 @@ async def scores(job: Job, prompts: Sequence[Sequence[int]], top: int) -> list[l
     if wanted > MOST_SCORES:
         message = f"the scores of all prompts, with {top} alternatives each, are {wanted:,}; at most {MOST_SCORES:,}"
         raise RequestError(f"{message} are given at once: ask for fewer", param="logprobs", code="too_many_scores")
+    job.weight = max(job.weight, SCORE_BYTES * wanted)
     try:
         async with job.deadline():
             return [await job.engine.score(prompt, top) for prompt in prompts]

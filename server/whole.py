@@ -46,7 +46,7 @@ class LargeReply(web.StreamResponse):
 
 async def whole_reply(job: Job, build: Callable[[], object]) -> web.StreamResponse:
     """The JSON of what `build()` returns."""
-    parts = await job.state.run_on_thread(lambda: dump(build()))
+    parts = await job.on_thread(lambda: dump(build()))
     if sum(map(len, parts)) <= SMALL_BYTES:
         return web.Response(body=b"".join(parts), content_type="application/json")
     return LargeReply(parts, job.state.options.write_timeout_s)

@@ -16,7 +16,7 @@ import orjson
 
 from .errors import RequestError
 
-WINDOW = 1 << 18
+WINDOW = 1 << 15  # well below a millisecond: the event loop takes the lock several times for each of its turns
 MAX_MARKS = 300_000
 """Commas, colons and opening brackets of one text: they bound the number of values in it. Source code that fills the
 context has fewer."""

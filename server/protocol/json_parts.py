@@ -34,7 +34,7 @@ class JsonList:
     It is written `at_once` items at a time; choose fewer for long ones.
     """
 
-    def __init__(self, items: Iterable[object] = (), *, at_once: int = 1024) -> None:
+    def __init__(self, items: Iterable[object] = (), *, at_once: int = 128) -> None:
         self._parts: list[bytes] = []
         self._at_once = at_once
         self.extend(items)

@@ -36,7 +36,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             return work, body.get("prompt_progress") is True
 
         work, progress = await job.prepare(prepare)
-        await constrain(state, work)
+        await constrain(job, work)
         choices = await submit(job, work.works, work.call.decoding)
         reply = _Reply(job, work, choices)
         if work.call.decoding.stream:

@@ -37,7 +37,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             return call, text_work(state, job.engine, call.prompts, call.decoding)
 
         call, work = await job.prepare(prepare)
-        await constrain(state, work, call.decoding)
+        await constrain(job, work, call.decoding)
         top = call.decoding.top_logprobs
         echoed = await scores(job, work.prompts, top) if call.echo and top is not None else None
         choices = await submit(job, work.works, call.decoding)
@@ -59,7 +59,7 @@ class _Logprobs:
         """The lists of these tokens; the scores of a long prompt are written slice by slice."""
         lists = {name: JsonList() for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
         iterator = iter(scored)
-        while some := list(itertools.islice(iterator, 1024)):
+        while some := list(itertools.islice(iterator, 128)):
             for name, column in zip(lists, zip(*map(self._row, some), strict=True), strict=True):
                 lists[name].extend(column)
         return lists

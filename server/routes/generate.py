@@ -37,11 +37,11 @@ async def generate(request: web.Request) -> web.StreamResponse:
             )
 
         call, work = await job.prepare(prepare)
-        await constrain(state, work, call.decoding)
+        await constrain(job, work, call.decoding)
         scored = await scores(job, work.prompts, call.decoding.top_logprobs or 0) if _wants_scores(call) else None
         reply = _Reply(job, call, work)
         if scored is not None:
-            await state.run_on_thread(lambda: reply.add_scores(scored))
+            await job.on_thread(lambda: reply.add_scores(scored))
         if scored is not None and call.decoding.max_tokens == 0 and not call.decoding.stream:
             return await whole_reply(job, reply.scores_only)
         choices = await submit(job, work.works, call.decoding)

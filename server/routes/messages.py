@@ -23,7 +23,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, streamed or whole."""
     async with admit(request) as job:
         work = await job.prepare(lambda raw: _work(job, raw))
-        await constrain(job.state, work)
+        await constrain(job, work)
         choices = await submit(job, work.works, work.call.decoding)
         reply = MessagesReply(job.state.options.served_name)
         if not work.call.decoding.stream:

@@ -1,4 +1,4 @@
-"""POST /v1/responses (OpenAI): stateless, which is what coding agents use of it."""
+"""POST /v1/responses (OpenAI): stateless but for items a client may refer to, which is what agents use of it."""
 
 from __future__ import annotations
 
@@ -26,19 +26,26 @@ async def responses(request: web.Request) -> web.StreamResponse:
         state = job.state
 
         def prepare(raw: bytes) -> tuple[ResponsesCall, ChatWork]:
-            call = parse_responses(parse_body(raw), state.defaults())
+            call = parse_responses(parse_body(raw), state.defaults(), state.items.get)
             work = chat_work(state, job.engine, call.chat)
             return replace(call, echo={name: Finished(value) for name, value in call.echo.items()}), work
 
         call, work = await job.prepare(prepare)
-        await constrain(state, work)
+        await constrain(job, work)
         choices = await submit(job, work.works, work.call.decoding)
         reply = ResponsesReply(
             state.options.served_name, int(time.time()), call, lambda tokens: [*token_logprobs(tokens, state.tokenizer)]
         )
+
+        def keep() -> None:
+            if call.keep:
+                state.items.put(reply.output)
+
         if not work.call.decoding.stream:
             [answer] = await gather(job, choices)
-            return await whole_reply(job, lambda: reply.whole(answer, counts(choices[0])))
+            response = await whole_reply(job, lambda: reply.whole(answer, counts(choices[0])))
+            keep()
+            return response
 
         def write(choice: Choice, events: list[Event]) -> bytes:
             return reply.events(events)
@@ -46,5 +53,10 @@ async def responses(request: web.Request) -> web.StreamResponse:
         def failed(error: ErrorReply) -> bytes:
             return reply.failed(error.code or "server_error", error.message)
 
-        form = StreamFormat(reply.begin, write, lambda: reply.end(counts(choices[0])), failed, done=b"")
+        def end() -> bytes:
+            last = reply.end(counts(choices[0]))
+            keep()
+            return last
+
+        form = StreamFormat(reply.begin, write, end, failed, done=b"")
         return await stream(job, choices, form)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import socket
 import threading
 import time
@@ -15,6 +17,7 @@ from conftest import LiveServer, Start, start_server, user
 from glm53.engine.protocol import Engine, Progress
 from glm53.engine.scripted import ScriptedEngine
 from glm53.errors import CheckpointError, ConfigError, EngineError, Glm53Error, ResourceError
+from glm53.server import lifecycle
 from glm53.server.app import ServerOptions, create_app
 from glm53.server.lifecycle import Server
 from glm53.server.notify import Notifier
@@ -251,3 +254,33 @@ def test_the_watchdog_is_fed_by_the_engines_heartbeat(tmp_path: Path, short_path
 
 def test_the_server_class_needs_no_running_loop_to_be_made(tokenizer: Tokenizer) -> None:
     assert Server(create_app(ServerOptions(), tokenizer), lambda p: pytest.fail("not called")).url == ""
+
+
+@pytest.mark.parametrize(
+    ("live", "longest", "collects"), [(False, 600.0, True), (True, 600.0, False), (True, 0.0, True)]
+)
+def test_old_objects_are_collected_between_requests(
+    monkeypatch: pytest.MonkeyPatch, live: bool, longest: float, collects: bool
+) -> None:
+    """Python's own time for it would be while a long prompt's scores are made: 600 ms in which nobody else runs."""
+    before, collected = gc.get_threshold(), []
+    monkeypatch.setattr(lifecycle, "LOOK_S", 0.0)
+    monkeypatch.setattr(lifecycle, "COLLECT_S", longest)
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(gc.get_threshold()[2]))
+
+    class State:
+        pass
+
+    async def some_rounds() -> None:
+        state: Any = State()
+        state.live = {"a": None} if live else {}
+        task = asyncio.create_task(lifecycle.collect_when_idle(state))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(some_rounds())
+    assert gc.get_threshold() == before
+    assert bool(collected) == collects
+    assert set(collected) <= {lifecycle.NEVER}

@@ -193,3 +193,25 @@ def test_malformed_scripts_name_the_line(tmp_path: Path, tokenizer: Tokenizer, c
 def test_missing_script(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         ScriptedEngine(tmp_path / "nowhere.jsonl", tokenizer)
+
+
+def test_a_long_prompt_is_not_compared_under_the_lock_that_the_event_loop_takes(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[bool] = []
+    cached = ScriptedEngine._cached_tokens
+
+    def watched(self: ScriptedEngine, prompt_ids: Any) -> int:
+        held.append(self._condition._is_owned())  # type: ignore[attr-defined]
+        return cached(self, prompt_ids)
+
+    monkeypatch.setattr(ScriptedEngine, "_cached_tokens", watched)
+
+    async def body() -> None:
+        engine = make({"pieces": ["a"], "end": "eos"})
+        await collect(engine)
+        await collect(engine)
+        assert engine.stats()["cached_tokens"] == 2
+
+    asyncio.run(body())
+    assert held == [False, False]

@@ -167,6 +167,7 @@ class ScriptedEngine(Engine):
         self._running: list[_Running] = []
         self._prompts: deque[np.ndarray[Any, np.dtype[np.int32]]] = deque(maxlen=REMEMBERED_PROMPTS)
         self._counters = _Counters()
+        self._scoring = asyncio.Lock()
         self._closed = False
         self._beat_s = time.monotonic()
         self._thread = threading.Thread(target=self._work, name="scripted-engine", daemon=True)
@@ -195,7 +196,8 @@ class ScriptedEngine(Engine):
         def make() -> list[TokenScore]:
             return [TokenScore(t, None if i == 0 else uniform, () if i == 0 else best) for i, t in enumerate(ids)]
 
-        return await asyncio.to_thread(make)
+        async with self._scoring:
+            return await asyncio.to_thread(make)
 
     def stats(self) -> dict[str, Any]:
         """Counters since start."""
@@ -228,7 +230,9 @@ class ScriptedEngine(Engine):
                     break
                 self._beat_s = time.monotonic()
                 self._drop_cancelled()
-                self._admit()
+                admitted = self._admit()
+            for entry in admitted:
+                self._begin(entry)
             self._step()
         for entry in [*self._waiting, *self._running]:
             entry.stream.finish(Finish("cancelled"))
@@ -253,17 +257,23 @@ class ScriptedEngine(Engine):
             self._waiting = deque(e for e in self._waiting if e not in gone)
             self._running = [e for e in self._running if e not in gone]
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[_Running]:
+        admitted: list[_Running] = []
         while self._waiting and len(self._running) < self.info.max_streams:
             entry = self._waiting.popleft()
-            usage = entry.stream.usage
-            usage.prefill_start_s = time.monotonic()
-            usage.cached_tokens = self._cached_tokens(entry.request.prompt_ids)
-            entry.first_due_s = usage.prefill_start_s + entry.answer.prefill_s
+            entry.stream.usage.prefill_start_s = time.monotonic()
             self._counters.requests += 1
-            self._counters.prompt_tokens += usage.prompt_tokens
-            self._counters.cached_tokens += usage.cached_tokens
+            self._counters.prompt_tokens += entry.stream.usage.prompt_tokens
             self._running.append(entry)
+            admitted.append(entry)
+        return admitted
+
+    def _begin(self, entry: _Running) -> None:
+        """Not under the lock, which the event loop takes: a long prompt is compared with others."""
+        usage = entry.stream.usage
+        usage.cached_tokens = self._cached_tokens(entry.request.prompt_ids)
+        self._counters.cached_tokens += usage.cached_tokens
+        entry.first_due_s = usage.prefill_start_s + entry.answer.prefill_s
 
     def _cached_tokens(self, prompt_ids: Sequence[int]) -> int:
         """Longest prefix shared with a remembered prompt; the last token always has to be computed."""

@@ -1,0 +1,186 @@
+"""Large replies leave in parts, and do not keep other clients waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+from typing import Any
+
+import orjson
+import pytest
+from conftest import Start
+
+from glm53.server import generation
+from glm53.server.options import MIB, ServerOptions
+from glm53.server.protocol.json_parts import PART, Finished, JsonList, dump
+from glm53.server.protocol.sse import frame, frame_parts
+from glm53.server.sse import SseResponse
+from glm53.server.whole import SMALL_BYTES, LargeReply
+
+
+class TestParts:
+    VALUE: dict[str, Any] = {"a": [1, {"b": "\u2028 é \x85"}], "c": None, "d": "x" * 200}  # noqa: RUF012
+
+    def test_the_parts_are_the_json_of_the_whole(self) -> None:
+        items = [{"i": i, "text": "ab" * i} for i in range(2000)]
+        inner = JsonList(items, at_once=64)
+        made = dump({"head": 1, "list": inner, "again": inner, "one": Finished(self.VALUE), "empty": JsonList()})
+        assert orjson.loads(b"".join(made)) == {
+            "head": 1, "list": items, "again": items, "one": self.VALUE, "empty": [],
+        }  # fmt: skip
+        assert len(made) > 10
+        assert orjson.loads(b"".join(dump(self.VALUE))) == self.VALUE
+        assert dump(JsonList([JsonList([1, 2]), JsonList(), 3])) == [b"[[1,2],[],3]"]
+
+    def test_a_list_may_grow_in_any_steps(self) -> None:
+        for steps in ([0, 5], [3, 0, 1], [2000, 1, 2000]):
+            made, count = JsonList(at_once=7), 0
+            for step in steps:
+                made.extend(f"item {i}" for i in range(count, count + step))
+                count += step
+            assert orjson.loads(b"".join(made.parts())) == [f"item {i}" for i in range(count)]
+
+    def test_parts_are_short_but_not_tiny(self) -> None:
+        made = JsonList()
+        for i in range(20_000):
+            made.extend([f"token {i}"])
+        parts = dump({"list": made})
+        assert all(len(p) <= PART for p in parts)
+        assert len(parts) < 20
+
+    def test_nothing_but_json_is_written(self) -> None:
+        with pytest.raises(TypeError):
+            dump({"a": object()})
+
+    def test_a_frame_is_one_line(self) -> None:
+        payload = {"list": JsonList([self.VALUE] * 2000)}
+        parts = frame_parts(payload, "name")
+        assert b"".join(parts) == frame(payload, "name")
+        text = b"".join(parts).decode()
+        assert text.startswith("event: name\ndata: {")
+        assert text.endswith("}\n\n")
+        assert len(text.splitlines()) == 3
+
+
+def test_nothing_comes_between_the_parts_of_an_event() -> None:
+    written: list[bytes] = []
+
+    class Response:
+        async def write(self, part: bytes) -> None:
+            await asyncio.sleep(0)
+            written.append(part)
+
+    async def both() -> None:
+        sse = SseResponse(None, ServerOptions())  # type: ignore[arg-type]
+        sse.response = Response()  # type: ignore[assignment]
+        await asyncio.gather(sse.write([b"1", b"2", b"3"]), sse.write(b"x"), sse.write([b"4", b"5"]))
+
+    asyncio.run(both())
+    assert b"".join(written) == b"123x45"
+
+
+def test_the_event_loop_runs_between_the_parts_of_an_event() -> None:
+    """Also if the client takes each part at once."""
+    order: list[str] = []
+
+    class Response:
+        async def write(self, part: bytes) -> None:
+            order.append(part.decode())
+
+    async def other() -> None:
+        while True:
+            order.append("other")
+            await asyncio.sleep(0)
+
+    async def both() -> None:
+        task = asyncio.create_task(other())
+        sse = SseResponse(None, ServerOptions())  # type: ignore[arg-type]
+        sse.response = Response()  # type: ignore[assignment]
+        await sse.write([b"1", b"2", b"3"])
+        reply = LargeReply([b"4", b"5", b"6"], 0)
+        reply.write = sse.response.write  # type: ignore[method-assign]
+        with pytest.raises(AssertionError):  # aiohttp's part: there is no request to end
+            await reply.write_eof()
+        task.cancel()
+
+    asyncio.run(both())
+    assert "".join(o for o in order if o != "other") == "123456"
+    assert not any(a != "other" != b for a, b in itertools.pairwise(order))
+
+
+IDS = list(range(40, 60)) * 400  # 8,000 tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"input_ids": IDS, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 5,
+                       "sampling_params": {"max_new_tokens": 0}}),
+        ("/v1/completions", {"prompt": IDS, "echo": True, "logprobs": 5, "max_tokens": 1}),
+        ("/v1/responses", {"input": "x", "metadata": {"a": "y" * SMALL_BYTES}}),
+    ],
+)  # fmt: skip
+def test_a_large_reply_is_written_in_parts(
+    start: Start, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    live, sizes = start(), []
+    write = LargeReply.write
+
+    async def recorded(self: LargeReply, part: bytes) -> None:
+        sizes.append(len(part))
+        await write(self, part)
+
+    monkeypatch.setattr(LargeReply, "write", recorded)
+    reply = live.post(path, body)
+    assert reply.status == 200
+    assert reply.headers["content-type"] == "application/json; charset=utf-8"
+    assert int(reply.headers["content-length"]) == len(reply.data) == sum(sizes)
+    assert len(sizes) > 1
+    assert isinstance(reply.json, dict)
+
+
+def test_a_client_that_takes_nothing_of_a_large_reply_is_dropped(start: Start) -> None:
+    live = start(write_timeout_s=0.3, max_body_bytes=32 * MIB)
+    data = json.dumps({"input": "x", "metadata": {"a": "y" * (16 * MIB)}}).encode()
+    head = f"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    with live.raw(head.encode() + b"\r\n\r\n" + data, timeout=60) as s:
+        assert s.recv(12) == b"HTTP/1.1 200"
+        threading.Event().wait(1.5)
+        received = 12
+        while part := _received(s):
+            received += len(part)
+    assert received < 16 * MIB
+    assert live.get("/health").status == 200
+
+
+def _received(s: Any) -> bytes:
+    try:
+        return bytes(s.recv(1 << 20))
+    except ConnectionResetError:
+        return b""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a b c", "echo": True, "logprobs": 2, "max_tokens": 1}),
+        ("/v1/responses", {"input": "x", "metadata": {"a": "b"}}),
+    ],
+)
+def test_what_repeats_the_request_is_not_made_on_the_event_loop(
+    start: Start, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    live, threads, stream = start(), [], generation.StreamFormat.__init__
+
+    def recorded(self: Any, begin: Any, events: Any, end: Any, *rest: Any, **more: Any) -> None:
+        def on(function: Any) -> Any:
+            return lambda: (threads.append(threading.current_thread()), function())[1]
+
+        stream(self, on(begin), events, on(end), *rest, **more)
+
+    monkeypatch.setattr(generation.StreamFormat, "__init__", recorded)
+    assert live.stream(path, body).status == 200
+    assert len(threads) == 2
+    assert live.thread not in threads
