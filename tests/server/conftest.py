@@ -27,7 +27,32 @@ from glm53.tokenizer import Tokenizer
 
 pytest.register_assert_rewrite("engine_cases", "engine_chat_cases")
 
-__all__ = ["LiveServer", "Reply", "Start", "Streamed", "check_chat_stream", "read_stream", "start_server", "user"]
+__all__ = [
+    "CHAT",
+    "JSON",
+    "ROUTES",
+    "LiveServer",
+    "Reply",
+    "Start",
+    "Streamed",
+    "check_chat_stream",
+    "read_stream",
+    "refused",
+    "start_server",
+    "user",
+]
+
+
+CHAT = "/v1/chat/completions"
+ROUTES = (CHAT, "/v1/completions", "/generate", "/tokenize", "/detokenize")
+JSON = {"Content-Type": "application/json"}
+
+
+def refused(reply: Reply, status: int = 400) -> dict[str, Any]:
+    """The error of a reply that must be one."""
+    assert reply.status == status, reply.data[:300]
+    assert reply.headers["content-type"].startswith("application/json")
+    return reply.error
 
 
 @pytest.fixture(scope="session")

@@ -11,19 +11,9 @@ import zlib
 from typing import Any
 
 import pytest
-from conftest import Reply, Start, user
+from conftest import CHAT, JSON, ROUTES, Reply, Start, refused, user
 
 from glm53.server.options import MIB
-
-CHAT = "/v1/chat/completions"
-ROUTES = (CHAT, "/v1/completions", "/generate", "/tokenize", "/detokenize")
-JSON = {"Content-Type": "application/json"}
-
-
-def refused(reply: Reply, status: int = 400) -> dict[str, Any]:
-    assert reply.status == status, reply.data[:300]
-    assert reply.headers["content-type"].startswith("application/json")
-    return reply.error
 
 
 def test_b50_images_are_refused_by_name_and_never_echoed(start: Start, caplog: pytest.LogCaptureFixture) -> None:

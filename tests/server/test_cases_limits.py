@@ -8,11 +8,10 @@ import threading
 from typing import Any
 
 import pytest
-from conftest import HELLO, Start, user
+from conftest import CHAT, HELLO, Start, user
 
 from glm53.server.errors import MAX_MESSAGE
 
-CHAT = "/v1/chat/completions"
 LONG = {"pieces": ["</think>", *["tick "] * 6000], "end": "user", "rate": 50}
 
 

@@ -6,17 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from conftest import LiveServer, Reply, Start, check_chat_stream, user
-
-CHAT = "/v1/chat/completions"
-ROUTES = (CHAT, "/v1/completions", "/generate", "/tokenize", "/detokenize")
-JSON = {"Content-Type": "application/json"}
-
-
-def refused(reply: Reply, status: int = 400) -> dict[str, Any]:
-    assert reply.status == status, reply.data[:300]
-    assert reply.headers["content-type"].startswith("application/json")
-    return reply.error
+from conftest import CHAT, JSON, LiveServer, Start, check_chat_stream, refused, user
 
 
 @pytest.mark.parametrize(
