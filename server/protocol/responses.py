@@ -5,7 +5,7 @@ Neighbouring reasoning, assistant text and calls make up one assistant turn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,33 +26,40 @@ from .sampling import MAX_LOGPROBS, parse_max_tokens, parse_response_format, par
 from .thinking import parse_thinking
 from .tools import choose_tools
 
+REASONING_ID = "rs_"
 SUMMARIES = ("auto", "concise", "detailed", "none")
-IGNORED_ITEMS = ("web_search_call", "file_search_call", "tool_search_call", "tool_search_output", "item_reference")
+IGNORED_ITEMS = ("web_search_call", "file_search_call", "tool_search_call", "tool_search_output")
+
+Kept = Callable[[object], Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsesCall:
     """`echo`: request fields that the response object repeats. `declared`: the tools as the client knows them.
-    `summary`: the client looks for the reasoning where other models have only a summary of it."""
+    `summary`: the client looks for the reasoning where other models have only a summary of it. `keep`: it may refer to
+    the answer's items later."""
 
     chat: ChatCall
     echo: Mapping[str, Any]
     declared: ResponsesTools
     summary: bool = False
+    keep: bool = True
 
 
-def parse_responses(body: Mapping[str, Any], defaults: RequestDefaults) -> ResponsesCall:
-    """/v1/responses. Raises RequestError."""
+def parse_responses(body: Mapping[str, Any], defaults: RequestDefaults, kept: Kept = lambda _: None) -> ResponsesCall:
+    """/v1/responses. `kept` finds an item that the request only refers to. Raises RequestError."""
     f = Fields(body)
     for key in ("previous_response_id", "conversation", "prompt"):
         if f.get(key) is not None:
             refuse(
-                key, f"'{key}' is not supported: nothing is stored here; send the whole input.", "unsupported_parameter"
+                key,
+                f"'{key}' is not supported: no conversation is stored here; send the whole input.",
+                "unsupported_parameter",
             )
     if f.boolean("background"):
         refuse("background", "'background' is not supported.", "unsupported_parameter")
     declared = parse_responses_tools(f)
-    messages = _messages(f, declared)
+    messages = _messages(f, declared, kept)
     tools, choice = choose_tools(declared.tools, f)
     thinking = parse_thinking(f, defaults.thinking)
     decoding = Decoding(
@@ -75,7 +82,7 @@ def parse_responses(body: Mapping[str, Any], defaults: RequestDefaults) -> Respo
         thinking_budget=thinking.budget,
         template_kwargs=f.fields("chat_template_kwargs").raw,
     )
-    return ResponsesCall(chat, _echo(f, chat), declared, summary=_summary(f) is not None)
+    return ResponsesCall(chat, _echo(f, chat), declared, summary=_summary(f) is not None, keep=f.boolean("store", True))
 
 
 def _logprobs(f: Fields) -> int | None:
@@ -111,7 +118,7 @@ def _echo(f: Fields, chat: ChatCall) -> dict[str, Any]:
     }
 
 
-def _messages(f: Fields, declared: ResponsesTools) -> tuple[Message, ...]:
+def _messages(f: Fields, declared: ResponsesTools, kept: Kept) -> tuple[Message, ...]:
     out: list[Message] = []
     if instructions := f.text("instructions"):
         out.append(Message("system", instructions))
@@ -128,10 +135,22 @@ def _messages(f: Fields, declared: ResponsesTools) -> tuple[Message, ...]:
         where = f"input[{i}]"
         if not isinstance(item, dict):
             wrong_type(where, "an object", item)
-        _append(out, _item(item, where, declared))
+        is_reference = item.get("type") == "item_reference"
+        meant = _referenced(item.get("id"), f"{where}.id", kept) if is_reference else item
+        if meant is not None:
+            _append(out, _item(meant, where, declared))
     if not out:
         refuse("input", "Invalid 'input': no item holds a message.")
     return tuple(out)
+
+
+def _referenced(item_id: object, param: str, kept: Kept) -> Mapping[str, Any] | None:
+    """The item; None for reasoning that is not kept, which an answer can do without."""
+    item = kept(item_id)
+    if item is None and not (isinstance(item_id, str) and item_id.startswith(REASONING_ID)):
+        advice = "Send the item itself; the Vercel AI SDK does with 'store: false'."
+        refuse(param, f"Invalid '{param}': no such item is kept. {advice}")
+    return item
 
 
 def _append(out: list[Message], message: Message | None) -> None:

@@ -65,6 +65,8 @@ class ResponsesReply:
         self._head = {"id": _new_id("resp"), "object": "response", "created_at": created, "model": model}
         self._call = call
         self._sequence = 0
+        self.items: list[dict[str, Any]] = []
+        """What the answer consists of, after `whole` or `end`."""
         self._output: list[dict[str, Any]] = []
         self._done: Done | None = None
         self._kind = ""
@@ -78,7 +80,7 @@ class ResponsesReply:
 
     def whole(self, answer: Answer, counts: TokenCounts) -> dict[str, Any]:
         """The response object."""
-        output = [self._whole_item(part) for part in answer.parts]
+        output = self.items = [self._whole_item(part) for part in answer.parts]
         cut = answer.done is not None and answer.done.reason == "length"
         if cut and not answer.cut_call and output and not isinstance(answer.parts[-1], Call):
             output[-1]["status"] = "incomplete"
@@ -133,7 +135,8 @@ class ResponsesReply:
     def end(self, counts: TokenCounts) -> bytes:
         """Closes the open item, then `response.completed` or `response.incomplete`."""
         closed = self._close("incomplete")
-        response = self._response(self._output, self._done, counts)
+        self.items = self._output
+        response = self._response(self.items, self._done, counts)
         return closed + self._event(f"response.{response['status']}", response=response)
 
     def failed(self, code: str, message: str) -> bytes:

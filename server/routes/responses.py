@@ -39,7 +39,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
 
         def keep() -> None:
             if call.keep:
-                state.items.put(reply.output)
+                state.items.put(reply.items)
 
         if not work.call.decoding.stream:
             [answer] = await gather(job, choices)

@@ -158,6 +158,27 @@ def test_responses_errors(start: Start) -> None:
     assert live.stream(RESPONSES, {"input": "x"}).events[-1]["type"] == "response.failed"
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_responses_may_refer_to_items_of_earlier_ones(start: Start, streamed: bool) -> None:
+    """The Vercel AI SDK does, in tool loops and conversations, unless it is told not to."""
+    live = start(TALK)
+
+    def ask(body: dict[str, Any]) -> Any:
+        if streamed:
+            return live.stream(RESPONSES, body).events[-1]["response"]
+        return live.post(RESPONSES, body).json
+
+    def again(first: Any) -> Any:
+        refs = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+        return live.post(RESPONSES, {"input": [*user("hi"), *refs, *user("and?")]})
+
+    first = ask({"input": "hi"})
+    sent = [*user("hi"), *first["output"], *user("and?")]
+    whole = live.post(RESPONSES, {"input": sent}).json
+    assert again(first).json["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    assert "store: false" in again(ask({"input": "hi", "store": False})).error["message"]
+
+
 @pytest.mark.parametrize("huge", [2**64 - 1, 2**64, 1e300])
 def test_b60_numbers_beyond_64_bits_are_echoed_as_such_that_json_has(start: Start, huge: float) -> None:
     live = start(TALK)

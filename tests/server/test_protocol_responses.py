@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from glm53.chat import render, to_text
 from glm53.errors import RequestError
+from glm53.server.item_store import ItemStore
 from glm53.server.protocol.events import Event, collect
 from glm53.server.protocol.requests import RequestDefaults
 from glm53.server.protocol.responses import ResponsesCall, parse_responses
@@ -138,6 +139,33 @@ def test_calls_in_namespaces() -> None:
     assert without_ids(payloads[-1]["response"]["output"]) == without_ids(whole["output"])
     added = [p["item"] for p in payloads if p["type"] == "response.output_item.added"]
     assert [(i.get("namespace"), i["name"]) for i in added] == [c[1:] for c in calls]
+
+
+def test_references_to_items() -> None:
+    text = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "said"}]}
+    kept = {"msg_1": text, "rs_1": {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}}
+
+    def items(*ids: object) -> ResponsesCall:
+        refs = [{"type": "item_reference", "id": i} for i in ids]
+        body = {"input": [{"role": "user", "content": "x"}, *refs, {"role": "user", "content": "y"}]}
+        return parse_responses(body, RequestDefaults(), lambda i: kept.get(str(i)))
+
+    chat = items("rs_1", "msg_1").chat
+    assert "<|user|>x<|assistant|><think>hm</think>said<|user|>y" in to_text(render(chat.messages, (), chat.chat))
+    assert len(items("rs_gone").chat.messages) == 2
+    for gone in ("msg_gone", 3, None):
+        with pytest.raises(RequestError, match="store: false"):
+            items(gone)
+
+
+def test_item_store() -> None:
+    store = ItemStore(most_bytes=200)
+    store.put({"id": f"a{n}", "text": "x" * 50} for n in range(9))
+    assert store.get("a8") == {"id": "a8", "text": "x" * 50}
+    assert [n for n in range(9) if store.get(f"a{n}")] == [7, 8]
+    store.put([{"id": "b", "text": "x" * 500}])
+    assert store.get("b") is store.get("none") is store.get(3) is None
+    assert store.get("a8")
 
 
 def test_fields() -> None:
