@@ -78,11 +78,12 @@ def _allowed(tools: Sequence[Tool], raw: dict[str, Any], param: str) -> tuple[tu
     names = inner.get("tools") if isinstance(inner, dict) else None
     if not isinstance(names, list) or not all(isinstance(n, dict) for n in names):
         refuse(param, f"Invalid '{param}': expected an array of tools in allowed_tools.")
-    mode = inner.get("mode") or "auto"
+    mode = inner.get("mode")
+    mode = "auto" if mode is None else mode
     if mode not in ("auto", "required"):
         refuse(f"{param}.mode", f"Invalid value for '{param}.mode'. Supported values are: 'auto', 'required'.")
-    allowed = [_name(n) for n in names]
-    unknown = set(allowed) - {t.name for t in tools}
+    allowed = {_name(n) for n in names}
+    unknown = allowed - {t.name for t in tools}
     if unknown:
         refuse(param, f"Invalid '{param}': allowed_tools names a tool that is not in 'tools'.")
     return tuple(t for t in tools if t.name in allowed), ToolChoice(WORDS[mode])

@@ -159,7 +159,15 @@ def test_b30_allowed_tools(mode: Any) -> None:
         call = chat(tools=TOOLS1_RAW, tool_choice=raw)
         assert [t.name for t in call.tools] == ["write_file"]
         assert call.tool_choice.mode == (mode or "auto")
-    for bad in (None, [], {"tools": "x"}, {"tools": [{"name": "nope"}]}, {"tools": [], "mode": "any"}):
+    for bad in (
+        None,
+        [],
+        {"tools": "x"},
+        {"tools": [{"name": "nope"}]},
+        {"tools": [], "mode": "any"},
+        {"tools": [], "mode": ""},
+        {"tools": [], "mode": []},
+    ):
         refused(tools=TOOLS1_RAW, tool_choice={"type": "allowed_tools", "allowed_tools": bad})
 
 
@@ -173,6 +181,12 @@ def test_b32_history_arguments(arguments: Any) -> None:
     assert "<tool_call>f<arg_key>path</arg_key><arg_value>a</arg_value></tool_call>" in prompt_of(
         chat(messages=history(arguments))
     )
+
+
+def test_b32_half_a_surrogate_pair() -> None:
+    text = prompt_of(chat(messages=history('{"path":"a\\ud83d", "mode":"\\ud83d\\ude00 \\\\ud83d"}')))
+    for value in ("a\ufffd", "\U0001f600 \\ud83d"):
+        assert f"<arg_value>{value}</arg_value>" in text
 
 
 @pytest.mark.parametrize("arguments", ["", " ", None, "null", {}])

@@ -12,10 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
-import orjson
-
 from glm53.errors import RequestError
-from glm53.json_text import check_inner
+from glm53.json_text import check_inner, load
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: dict[str, Role] = {
@@ -239,8 +237,8 @@ def parse_arguments(raw: object, param: str) -> Mapping[str, Any]:
         data = raw.encode("utf-8", "replace")
         check_inner(data, param)
         try:
-            raw = orjson.loads(data)
-        except orjson.JSONDecodeError:
+            raw = load(data)
+        except RequestError:
             _bad(f"Invalid '{param}': expected a string that holds a JSON object.", param)
     if raw is None or (isinstance(raw, str) and not raw.strip()):
         return {}
