@@ -11,9 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from test_scale_out import Farm, wait_for
+from test_scale_out import Farm
 from tiny_checkpoint import TINY
 
 MODEL = TINY
@@ -33,17 +32,11 @@ class Answer:
 class CpuFarm(Farm):
     """The instances answer with the bundled checkpoint and can be started again, as systemd does."""
 
-    def _instance(self, folder: Path, name: str, port: int) -> subprocess.Popen[bytes]:
-        self.folder = folder
+    def _instance(self, name: str, port: int) -> subprocess.Popen[bytes]:
         command = ["serve", "--device", "cpu", "--model-dir", str(MODEL), "--served-name", "glm-5.3-flash"]
         command += ["--port", str(port), "--ct-threads", "1", "--max-batch-size", str(CLIENTS), "--drain", "30"]
-        with (folder / f"{name}.log").open("ab") as log:
+        with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen([sys.executable, "-m", "glm53", *command], stderr=log)
-
-    def again(self, index: int) -> None:
-        """Start an instance that has ended, and wait until it answers."""
-        self.instances[index] = self._instance(self.folder, ("one", "two")[index], (self.one, self.two)[index])
-        wait_for((self.one, self.two)[index])
 
     def young(self, index: int) -> int:
         """Streams that an instance is answering now, with at least half of their tokens to come."""
