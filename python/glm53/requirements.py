@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Literal
 
 from .host import CUDA_13_DRIVER, GIB, Host
-from .sizing import REFERENCE, SHAPE
+from .sizing import FIRMWARE_SHARE, REFERENCE, SHAPE
 
 Verdict = Literal["ok", "advice", "failed"]
 RAM_GIB = 128
 RAM_RECOMMENDED_GIB = 160
 VRAM_GIB = 24
-FIRMWARE_SHARE = 0.06
-"""Installed memory that firmware and kernel keep, so that "128 GiB" of modules or "24 GB" of VRAM still pass."""
 FAST_CORES = 12
 GOOD_CORES = 24
 GOOD_CHANNELS = 8

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 GB = 10**9
 GIB = 2**30
+FIRMWARE_SHARE = 0.06
+"""Installed memory that firmware and kernel keep, so that "128 GiB" of modules or "24 GB" of VRAM still pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Constants:
     """Read bandwidth of the reference host; bounds B where it is lower."""
     prefill_compute_tok_s: float = 1075.0
     """Prefill rate of the reference GPU when transfers are hidden (fitted to 710 and 951 tok/s at 8k and 32k)."""
-    resident_bytes: int = 8_700_000_000
+    resident_bytes: int = 9_324_000_000
     """VRAM for dense weights, CUDA context and workspaces: what the reference card has left beside its slots."""
     host_overhead_bytes: int = 5 * GB
     """Host RAM beside the experts (exact mode measured: 119 GB in all)."""
@@ -168,7 +170,8 @@ def expert_slots(free_bytes: int, reserve_bytes: int, slot_bytes: int, experts: 
 
 
 def resident_bytes(cache_tokens: int, streams: int, constants: Constants = REFERENCE, shape: ModelShape = SHAPE) -> int:
-    """VRAM taken before the expert cache: dense weights and workspaces, KV cache, the streams' recurrent states."""
+    """VRAM taken before the expert cache: dense weights and workspaces, KV cache, the recurrent states of all `streams`
+    that may decode together (the loader makes `autosplit_max_batch_size` of them at once)."""
     return constants.resident_bytes + cache_tokens * shape.kv_bytes_per_token + streams * shape.stream_state_bytes
 
 
@@ -259,11 +262,20 @@ def _lacks(
     """What the machine is short of for `mode`, given the bytes of VRAM and RAM it takes; empty where it fits."""
     reasons = []
     if machine.gpu_bytes < vram:
-        reasons.append(f"VRAM: {vram / GIB:.1f} GiB needed with {cache_tokens} cache tokens; try a smaller -cs")
-    if machine.ram_bytes < ram:
-        reasons.append(f"RAM: {ram / GIB:.0f} GiB needed free for the experts and the process")
+        reasons.append(
+            f"VRAM: {vram / GIB:.1f} GiB needed with {cache_tokens} cache tokens, not {machine.gpu_bytes / GIB:.1f}; "
+            "try a smaller -cs"
+        )
+    if machine.ram_bytes * (1 - FIRMWARE_SHARE) < ram:
+        reasons.append(
+            f"RAM: {ram / GIB:.0f} GiB needed free for the experts and the process, which "
+            f"{machine.ram_bytes / GIB:.0f} GiB of modules do not leave; 128 GiB do"
+        )
     if machine.disk_free_bytes is not None and machine.disk_free_bytes < shape.checkpoint_bytes:
-        reasons.append(f"disk: {shape.checkpoint_bytes / GIB:.0f} GiB needed for the checkpoint")
+        reasons.append(
+            f"disk: {shape.checkpoint_bytes / GIB:.0f} GiB needed for the checkpoint, not "
+            f"{machine.disk_free_bytes / GIB:.0f}"
+        )
     if mode == "fast" and not machine.avx2:
         reasons.append("fast mode needs a CPU with AVX2, FMA and F16C; use --mode exact")
     return tuple(reasons)
@@ -274,7 +286,7 @@ def plan(
     *,
     mode: Literal["fast", "exact"] | None = None,
     cache_tokens: int = 131072,
-    streams: int = 8,
+    streams: int = 4,
     chunk: int = 8192,
     reserve_gb: float | None = None,
     measured: Measured | None = None,

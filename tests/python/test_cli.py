@@ -89,7 +89,7 @@ def test_help_of_serve_says_what_it_does_and_gives_defaults(run: Callable[..., R
         (["frobnicate"], ["invalid choice", "serve"]),
         ([], ["COMMAND", "--help"]),
         (["plan", "--gpu", "24"], ["--ram"]),
-        (["plan", "--gpu", "0", "--ram", "1"], ["--gpu must be above 0"]),
+        (["plan", "--gpu", "0", "--ram", "1"], ["--gpu 0: must be above 0"]),
     ],
 )
 def test_wrong_command_lines(run: Callable[..., RESULT], args: list[str], parts: list[str]) -> None:

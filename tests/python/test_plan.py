@@ -153,6 +153,48 @@ def test_the_command_prints_the_same_figures() -> None:
     assert "RAM: 111 GiB needed" in small.stdout
 
 
+def test_streams_are_those_that_decode_together_as_the_loader_counts_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """The GPU engine makes `autosplit_max_batch_size` recurrent states at load, 4 by default."""
+    slots = {}
+    for streams in ("1", "4", "8"):
+        assert main(["plan", "--gpu", "24", "--ram", "256", "--json", "-ambs", streams]) == 0
+        slots[streams] = json.loads(capsys.readouterr().out)["slots"]
+    assert slots["4"] == plan(HOST).slots
+    state = SHAPE.stream_state_bytes / SHAPE.slot_bytes
+    assert slots["1"] - slots["4"] == pytest.approx(3 * state, abs=1)
+    assert slots["4"] - slots["8"] == pytest.approx(4 * state, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--gpu", "nan"], "--gpu nan: must be above 0"),
+        (["--ram", "inf"], "--ram inf: must be above 0"),
+        (["--pcie", "nan"], "--pcie nan: must be above 0"),
+        (["--cores", "-1"], "--cores -1: must be above 0"),
+        (["--disk", "-5"], "--disk -5: must be at least 0"),
+        (["--fixed-ms", "nan"], "--fixed-ms nan: must be at least 0"),
+        (["--tok-s", "inf"], "--tok-s inf: must be above 0"),
+        (["-cs", "1"], "-cs 1: must be at least 256"),
+        (["-ambs", "9"], "-ambs 9: must be 1 to 8"),
+        (["--ec-reserve-gb", "-5"], "--ec-reserve-gb -5: must be at least 0"),
+    ],
+)
+def test_values_out_of_range_are_named(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpu", "24", "--ram", "256", *options]) == 78
+    told = capsys.readouterr().err
+    assert told.startswith("glm53: error: ")
+    assert says in told.replace("--cache-tokens", "-cs").replace("--autosplit-max-batch-size", "-ambs")
+
+
+@pytest.mark.parametrize(("ram", "fits"), [("64", False), ("112", False), ("128", True)])
+def test_a_plan_fits_where_doctor_would_be_content(ram: str, fits: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 112 GiB of modules the kernel leaves too little for 111 GiB of experts and process."""
+    assert main(["plan", "--gpu", "24", "--ram", ram]) == (0 if fits else 1)
+    told = capsys.readouterr().out
+    assert fits or f"RAM: 111 GiB needed free for the experts and the process, which {ram} GiB" in told
+
+
 def test_the_command_takes_measured_values_and_names_a_hit_rate() -> None:
     command = [sys.executable, "-m", "glm53", "plan", "--gpu", "24", "--ram", "256"]
     options = ["--handoff-ms", "0.03", "--kernel-share", "0.8", "--hit-rate", "0.5", "--fixed-ms", "9", "--tok-s", "30"]

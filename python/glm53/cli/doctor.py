@@ -73,7 +73,7 @@ def expectation(settings: Settings, host: Host, lanes: dict[str, Any]) -> Plan |
         machine,
         mode=settings.mode,
         cache_tokens=settings.cache_tokens,
-        streams=settings.max_batch_size,
+        streams=settings.autosplit_max_batch_size,
         chunk=settings.chunk_size,
         reserve_gb=settings.reserve_gb(),
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from math import isfinite
 from typing import Any
 
 from ..config import specs
+from ..config_values import Spec
 from ..console import put
 from ..errors import ConfigError
 from ..sizing import GB, GIB, Machine, Measured, Plan, plan
@@ -24,10 +26,15 @@ def add(commands: Any) -> None:
     parser.add_argument("--disk", type=float, metavar="GIB", help="free disk space")
     parser.add_argument("--no-avx2", action="store_true", help="the CPU lacks AVX2, FMA or F16C")
     parser.add_argument("--mode", choices=("fast", "exact"), help="default: what suits the machine")
-    parser.add_argument("-cs", "--cache-tokens", type=int, default=_default("cache_tokens"), metavar="TOKENS")
-    parser.add_argument("--max-batch-size", type=int, default=_default("max_batch_size"), metavar="N")
-    parser.add_argument("-chunk_size", "--chunk-size", type=int, default=_default("chunk_size"), metavar="TOKENS")
-    parser.add_argument("--ec-reserve-gb", type=float, metavar="GB", help="VRAM left free")
+    for name, metavar in (
+        ("cache_tokens", "TOKENS"),
+        ("autosplit_max_batch_size", "N"),
+        ("chunk_size", "TOKENS"),
+        ("ec_reserve_gb", "GB"),
+    ):
+        spec = _spec(name)
+        default = "" if spec.default is None else f" (default {spec.default})"
+        parser.add_argument(*spec.flags, dest=name, default=spec.default, metavar=metavar, help=spec.help + default)
     known = parser.add_argument_group("what you measured, in place of what the model assumes")
     known.add_argument("--handoff-ms", type=float, metavar="MS", help="giving a layer's misses to the CPU and back")
     known.add_argument("--kernel-share", type=float, metavar="0..1", help="CPU lane's expert bytes/s over DRAM's rate")
@@ -38,15 +45,13 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _default(name: str) -> Any:
-    return next(s.default for s in specs() if s.name == name)
+def _spec(name: str) -> Spec:
+    return next(s for s in specs() if s.name == name)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Returns 1 if the model does not fit."""
-    for name in ("gpu", "ram", "cores", "pcie", "dram", "cache_tokens", "max_batch_size", "chunk_size"):
-        if getattr(args, name) <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} must be above 0")
+    _check(args)
     machine = Machine(
         gpu_bytes=int(args.gpu * GIB),
         ram_bytes=int(args.ram * GIB),
@@ -61,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             machine,
             mode=args.mode,
             cache_tokens=args.cache_tokens,
-            streams=args.max_batch_size,
+            streams=args.autosplit_max_batch_size,
             chunk=args.chunk_size,
             reserve_gb=args.ec_reserve_gb,
             measured=Measured(args.handoff_ms, args.kernel_share, args.hit_rate, args.fixed_ms),
@@ -71,6 +76,22 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(str(e)) from None
     put(json.dumps(answer.as_json(), indent=2) + "\n" if args.json else render(answer))
     return 0 if answer.fits else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ConfigError for a value out of range; the settings among them are read as `serve` reads them."""
+    for name in ("cache_tokens", "autosplit_max_batch_size", "chunk_size", "ec_reserve_gb"):
+        spec, value = _spec(name), getattr(args, name)
+        try:
+            setattr(args, name, spec.parse(value))
+        except ValueError as e:
+            raise ConfigError(f"{spec.flags[0]} {value}: {e}") from None
+    for name in ("gpu", "ram", "cores", "pcie", "dram", "disk", "handoff_ms", "fixed_ms", "tok_s"):
+        value, least = getattr(args, name), name in {"disk", "handoff_ms", "fixed_ms"}
+        if value is not None and not (isfinite(value) and (value > 0 or (least and value == 0))):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value:g}: must be {'at least' if least else 'above'} 0 and finite"
+            )
 
 
 def render(p: Plan) -> str:
