@@ -27,6 +27,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from common import machine, save
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests/oracle"))
@@ -141,17 +142,6 @@ def measure(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     }
 
 
-def machine() -> dict[str, Any]:
-    """What it ran on."""
-    model = next((x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "")
-    return {
-        "cpu": model.partition(":")[2].strip() or platform.machine(),
-        "cpus": os.cpu_count(),
-        "gpu": None,
-        "load_average": os.getloadavg(),
-    }
-
-
 def versions() -> dict[str, str]:
     """What it ran."""
     import transformers
@@ -184,10 +174,9 @@ def main() -> int:
         "raw": raw,
         "bars": {"cpu_engine.decode_vs_transformers": bar},
     }
-    text = json.dumps(result, indent=1)
-    print(text)
+    print(json.dumps(result, indent=1))
     if args.out:
-        args.out.write_text(text + "\n")
+        save(result, args.out)
     return 0 if bar["ok"] else 1
 
 

@@ -16,7 +16,6 @@ Exit code 0: measured; 2: the measurement failed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 from statistics import linear_regression, median, quantiles
 from typing import Any
 
+from common import save
 from cpu_moe import ROOT, Failed, build, commit, machine, measure
 
 BINARY = ROOT / "build" / "bench" / "bench" / "native" / "bench_cpu_lane"
@@ -98,8 +98,7 @@ def main() -> int:
             "figures": rows,
             "raw": raw,
         }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        save(result, options.out)
     return 0
 
 

@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from common import cpu_name, save
+
 ROOT = Path(__file__).resolve().parents[1]
 BINARY = ROOT / "build" / "bench" / "bench" / "native" / "bench_cpu_moe"
 
@@ -65,14 +67,12 @@ def measure(binary: Path, arguments: list[str]) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """Processor, cores and memory of this machine."""
-    info: dict[str, Any] = {"cpu": platform.processor() or platform.machine(), "logical_cpus": os.cpu_count()}
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            info["cpu"] = line.split(":", 1)[1].strip()
-            break
-    info["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    info["load_average"] = os.getloadavg()
-    return info
+    return {
+        "cpu": cpu_name(),
+        "logical_cpus": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average": os.getloadavg(),
+    }
 
 
 def commit() -> str:
@@ -173,8 +173,7 @@ def main() -> int:
     }
     print(json.dumps(result))
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        save(result, options.out)
     return 0 if all(bar["ok"] for bar in bars.values()) else 1
 
 

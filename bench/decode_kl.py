@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import command, machine, versions
+from common import command, machine, save, versions
 
 GROUPS = (("stock",), ("stock-fp16",), ("exact", "fast"))
 """Paths that share a process."""
@@ -219,7 +219,7 @@ def main(argv: list[str]) -> int:
         "raw": {"distances": distances, "lanes": lanes, "failed": failed},
         "bars": bars(distances),
     }
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save(result, args.out)
     return 2 if failed else 0
 
 

@@ -8,6 +8,8 @@ import xml.etree.ElementTree as Tree
 from pathlib import Path
 from typing import Any
 
+from common import print_bars, save
+
 GB = 1e9
 EQUAL_MUST_HAVE = {
     "test_logits_and_greedy_tokens_equal_stock[flash]",
@@ -115,6 +117,5 @@ def report(folder: Path, out: Path, prompt_tokens: int) -> None:
         "raw": raw,
         "bars": bars(raw),
     }  # fmt: skip
-    out.write_text(json.dumps(document, indent=1) + "\n")
-    for name, bar in document["bars"].items():
-        print(f"{'ok  ' if bar['ok'] else 'MISS'} {name} {bar['value']} (want {bar['want']})")
+    save(document, out)
+    print_bars(document["bars"])

@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from common import print_bars, save
 from exact_bars import floor_rates, read_raw, step_key
 
 GB = 1e9
@@ -126,6 +127,5 @@ def report(folder: Path, out: Path, prompt_tokens: int) -> None:
         "raw": raw,
         "bars": bars(raw),
     }
-    out.write_text(json.dumps(document, indent=1) + "\n")
-    for name, bar in document["bars"].items():
-        print(f"{'ok  ' if bar['ok'] else 'MISS'} {name} {bar['value']} (want {bar['want']})")
+    save(document, out)
+    print_bars(document["bars"])

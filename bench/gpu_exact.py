@@ -12,7 +12,8 @@ of its own, all on one machine one after the other:
   ours    glm53 with --slots cache slots: load, decode, misses, prefill, short prompts, host RAM, link rate
   stock-T stock with its own CPU expert split on T threads (stock-T-brief: decode only)
   equal   pytest tests/gpu/test_exact.py: logits and tokens against stock, churn, waits
-  http, lanes, mtp, vram  its test_http.py, test_bench_lanes.py, test_drafting.py and, on 24 GB of VRAM, test_vram.py
+  http, lanes, mtp, steps, vram  its test_http.py, test_bench_lanes.py, test_drafting.py, test_steps_ahead.py and, on
+          24 GB of VRAM, test_vram.py
 Protocol of every model: 300-token prompts, temperature 1 with fixed seeds, three runs to settle, two or more to count.
   decodeN_tok_s  N streams together: all tokens but N, from the first token of any stream to the last of all. A prompt
                  whose pages are still cached is ready before the others', whose reading is in the time then. The ratios
@@ -37,16 +38,19 @@ from pathlib import Path
 from typing import Any
 
 import exact_bars
+from common import cpu_name
 from exact_process import peak_ram, plain_read, run_limited
 from exact_run import LONG, PROMPT, SHORT, Runner
 from exact_trace import Traced, fixed_misses, layer_times
 
-TESTS = {"equal": "exact", "http": "http", "lanes": "bench_lanes", "mtp": "drafting", "vram": "vram"}
+TESTS = {
+    "equal": "exact", "http": "http", "lanes": "bench_lanes", "mtp": "drafting", "steps": "steps_ahead", "vram": "vram",
+}  # fmt: skip
 """Stages that are a file of tests/gpu, without the "test_" of its name."""
 GROUPS = {"speed": "read,ours,floor,stock-12,stock-14-brief,stock-8-brief", "tests": "equal,http,vram"}
 LIMITS = {
     "floor": 75.0, "ours": 150.0, "stock": 130.0,
-    "equal": 300.0, "http": 180.0, "lanes": 90.0, "mtp": 200.0, "vram": 180.0,
+    "equal": 300.0, "http": 180.0, "lanes": 90.0, "mtp": 200.0, "steps": 200.0, "vram": 180.0,
 }  # fmt: skip
 """Seconds a stage may take: about twice what it took on the machine of the recorded results."""
 SHORTEST_S = 20.0
@@ -238,11 +242,9 @@ def machine() -> dict[str, Any]:
     import torch
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((x.split(":")[1].strip() for x in cpuinfo if x.startswith("model name")), "")
     driver = Path("/proc/driver/nvidia/version")
     return {
-        "gpu": torch.cuda.get_device_name(0), "cpus": os.cpu_count(), "cpu": cpu, "ram_bytes": memory,
+        "gpu": torch.cuda.get_device_name(0), "cpus": os.cpu_count(), "cpu": cpu_name(), "ram_bytes": memory,
         "driver": driver.read_text().split("\n")[0] if driver.exists() else "",
     }  # fmt: skip
 

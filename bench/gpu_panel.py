@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common import print_bars, save
 from exact_process import run_limited
 
 HERE = Path(__file__).resolve().parent
@@ -303,11 +304,8 @@ def report(folder: Path, out: Path) -> None:
         "what": "reference panels from stock exllamav3, met by both modes over HTTP and not met with a fault",
         **meta, "raw": raw, "bars": bars(raw),
     }  # fmt: skip
-    out.write_text(json.dumps(document, indent=1) + "\n")
-    for name, bar in document["bars"].items():
-        held = bar if isinstance(bar, dict) else {"value": bar}
-        verdict = {True: "ok  ", False: "MISS", None: "    "}[held.get("ok")]
-        print(f"{verdict} {name} {held['value']}{' (want ' + str(held['want']) + ')' if 'want' in held else ''}")
+    save(document, out)
+    print_bars(document["bars"])
 
 
 def main() -> None:

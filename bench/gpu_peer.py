@@ -30,6 +30,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common import save
 from exact_process import peak_ram, run_limited
 
 PROMPT, VOCAB = 300, 2000
@@ -290,7 +291,7 @@ def report(folder: Path, out: Path) -> None:
         "what": "decode of one stream beside stock exllamav3 1.5.1 and the newest exllamav3, same checkpoint and VRAM",
         **meta, "settings": settings, "raw": raw, "bars": bars(raw), "plots": [plot(raw)],
     }  # fmt: skip
-    out.write_text(json.dumps(document, indent=1) + "\n")
+    save(document, out)
     for name, bar in document["bars"].items():
         verdict = {True: "ok  ", False: "MISS", None: "    "}[bar.get("ok")]
         print(f"{verdict} {name} {bar['value']:.4g}{' (want ' + bar['want'] + ')' if 'want' in bar else ''}")

@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from common import save
 from cpu_moe import commit, machine
 
 from glm53.sizing import REFERENCE, SHAPE, Measured, decode_tok_s, implied_hit_rate
@@ -163,7 +164,7 @@ def main() -> int:
             "raw": raw,
             "bars": bars,
         }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        save(result, options.out)
     return 0 if all(bar["ok"] for bar in bars.values()) else 1
 
 

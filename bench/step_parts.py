@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from common import save_or_print
 from cpu_moe import commit, machine
 from exact_bars import step_key
 from fast_profile import PARTS
@@ -126,11 +127,7 @@ def main(argv: list[str]) -> int:
         "raw": raw,
         "bars": bars(raw),
     }
-    text = json.dumps(result, indent=1)
-    if args.out:
-        args.out.write_text(text + "\n")
-    else:
-        print(text)
+    save_or_print(result, args.out)
     return 0
 
 

@@ -18,7 +18,6 @@ Policy and split are the native objects that decode steps run; nothing here depe
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from common import save_or_print
 from cpu_moe import commit, machine
 from lane_hosts import LaneTimes, hosts
 from trace_replay import load_trace, synthetic, together
@@ -161,11 +161,7 @@ def main(argv: list[str]) -> int:
         "raw": {"ratios": found, "tables": tables},
         "bars": bars(found),
     }  # fmt: skip
-    text = json.dumps(result, indent=1)
-    if args.out:
-        args.out.write_text(text + "\n")
-    else:
-        print(text)
+    save_or_print(result, args.out)
     return 0
 
 
