@@ -5,10 +5,12 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from glm53.cli.doctor import render
+from glm53.cli import lanes
+from glm53.cli.doctor import expectation, render
 from glm53.cli.lanes import cpu_kernel, disk, dram
 from glm53.config import load_settings
 from glm53.host import GIB, Gpu, Host
@@ -174,6 +176,36 @@ def test_lanes_give_rates_on_this_machine(tmp_path: Path) -> None:
     assert kernel["ms_per_expert"] == pytest.approx(9.437184 / kernel["gb_s"], rel=0.2)
     assert disk(tmp_path)["gb_s"] > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_kernel_lane_is_that_of_the_fastest_kernels_as_serving_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    from glm53 import _core
+
+    monkeypatch.setattr(_core, "cpu_features", lambda: {"isas": ["amx", "avx512", "avx512w", "avx2", "scalar"]})
+    monkeypatch.setattr(_core, "CpuMoe", lambda threads, isa: SimpleNamespace(threads=threads, isa=isa))
+    speeds = {"amx": 3e-4, "avx512": 2e-4, "avx512w": 1e-4}
+    monkeypatch.setattr(lanes, "_random_experts", lambda: None)
+    monkeypatch.setattr(lanes, "_expert_seconds", lambda moe, table: (speeds[moe.isa], moe))
+    free = cpu_kernel(load_settings({"ct_threads": 2}, env={}), Host())
+    assert (free["ms_per_expert"], free["text"].split(" on ")[1]) == (
+        0.1,
+        "2 threads (avx512w, the fastest of amx, avx512, avx512w)",
+    )
+    named = cpu_kernel(load_settings({"ct_threads": 2, "isa": "amx"}, env={}), Host())
+    assert (named["ms_per_expert"], named["text"].split(" on ")[1]) == (0.3, "2 threads (amx)")
+
+
+def test_the_expected_speed_is_that_of_the_measured_lanes(tmp_path: Path) -> None:
+    host, settings = Fake(tmp_path).build(), load_settings(env={})
+    measured = {"dram": {"gb_s": 100.0}, "pcie": {"gb_s": 20.0}, "cpu kernel": {"gb_s": 50.0}}
+    answer = expectation(settings, host, measured)
+    assert answer is not None
+    assert answer.constants.cpu_expert_ms == pytest.approx(9.437184 / 50, rel=1e-3)
+    assert answer.constants.pcie_expert_ms == pytest.approx(0.4 * 25 / 20)
+    fast = expectation(settings, host, {**measured, "cpu kernel": {"gb_s": 120.0}})
+    assert fast is not None
+    assert fast.constants.cpu_expert_ms == pytest.approx(9.437184 / 100, rel=1e-3), "no faster than the memory"
+    assert fast.decode_tok_s > answer.decode_tok_s
 
 
 def test_the_command_reports_json_and_fails_here_without_a_gpu() -> None:

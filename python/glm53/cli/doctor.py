@@ -11,7 +11,7 @@ from ..config import Settings
 from ..console import put
 from ..host import GIB, Host
 from ..requirements import Check, requirements
-from ..sizing import Machine, Plan, plan
+from ..sizing import Machine, Measured, Plan, plan
 from .common import add_settings, settings_from
 
 MARK = {"ok": "ok", "advice": "advice", "failed": "FAILED"}
@@ -69,6 +69,10 @@ def expectation(settings: Settings, host: Host, lanes: dict[str, Any]) -> Plan |
         pcie_gb_s=lanes.get("pcie", {}).get("gb_s") or 25.0,
         dram_gb_s=lanes.get("dram", {}).get("gb_s") or 136.0,
     )
+    kernel = lanes.get("cpu kernel", {}).get("gb_s")
+    share = (
+        min(1.0, kernel / machine.dram_gb_s) if kernel else None
+    )  # numpy's reading, the rate of DRAM, is a lower bound
     return plan(
         machine,
         mode=settings.mode,
@@ -76,6 +80,7 @@ def expectation(settings: Settings, host: Host, lanes: dict[str, Any]) -> Plan |
         streams=settings.autosplit_max_batch_size,
         chunk=settings.chunk_size,
         reserve_gb=settings.reserve_gb(),
+        measured=Measured(kernel_share=share),
     )
 
 
