@@ -58,13 +58,12 @@ DRAW: Schema = {
 }
 """How tokens are drawn and which end the answer: every endpoint that generates takes these."""
 
+REASONING: Schema = {"effort": EFFORT, "enabled": FLAG, "max_tokens": _integer(0)}
 THINKING: Schema = {
     "reasoning_effort": EFFORT,
     "enable_thinking": FLAG,
     "thinking": {"anyOf": [{"type": "boolean"}, OBJECT, {"type": "null"}]},
-    "reasoning": _maybe(
-        {"type": "object", "properties": {"effort": EFFORT, "enabled": FLAG, "max_tokens": _integer(0)}}
-    ),
+    "reasoning": _maybe({"type": "object", "properties": REASONING}),
     "thinking_budget": _integer(0),
     "clear_thinking": FLAG,
     "chat_template_kwargs": _maybe(OBJECT),
@@ -207,6 +206,7 @@ MESSAGES: Schema = {
     "required": ["messages", "max_tokens"],
 }
 
+SUMMARY = _maybe({"type": "string", "enum": ["auto", "concise", "detailed", "none"]})
 RESPONSES: Schema = {
     "type": "object",
     "properties": {
@@ -221,8 +221,10 @@ RESPONSES: Schema = {
         "top_logprobs": _integer(0, 20),
         "include": _maybe({"type": "array", "items": STRING}),
         "metadata": _maybe(OBJECT),
+        "store": FLAG,
         "stream": FLAG,
         **THINKING,
+        "reasoning": _maybe({"type": "object", "properties": {**REASONING, "summary": SUMMARY}}),
         **DRAW,
     },
     "required": ["input"],

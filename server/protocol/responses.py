@@ -94,8 +94,7 @@ def _logprobs(f: Fields) -> int | None:
 
 
 def _summary(f: Fields) -> str | None:
-    reasoning = f.fields("reasoning")
-    wanted = reasoning.choice("summary", SUMMARIES) or reasoning.choice("generate_summary", SUMMARIES)
+    wanted = f.fields("reasoning").choice("summary", SUMMARIES)
     return None if wanted == "none" else wanted
 
 

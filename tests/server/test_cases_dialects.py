@@ -158,6 +158,7 @@ def test_responses_errors(start: Start) -> None:
     assert live.stream(RESPONSES, {"input": "x"}).events[-1]["type"] == "response.failed"
 
 
+@pytest.mark.effect("store")
 @pytest.mark.parametrize("streamed", [False, True])
 def test_responses_may_refer_to_items_of_earlier_ones(start: Start, streamed: bool) -> None:
     """The Vercel AI SDK does, in tool loops and conversations, unless it is told not to."""

@@ -284,6 +284,7 @@ def test_items() -> None:
     assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 1}
 
 
+@pytest.mark.effect("reasoning.summary")
 def test_reasoning_goes_where_the_client_looks_for_it() -> None:
     """Codex and the Vercel library show what is in the summary, if they asked for one."""
     for wanted, place in ((None, "content"), ("none", "content"), ("auto", "summary"), ("Detailed", "summary")):
@@ -294,7 +295,6 @@ def test_reasoning_goes_where_the_client_looks_for_it() -> None:
         assert len(first["content"]) + len(first["summary"]) == 1
         assert whole["reasoning"]["summary"] == (wanted.lower() if place == "summary" else None)
         assert "<think>hm</think>Hello" in prompt(input=[{"role": "user", "content": "x"}, *whole["output"]])
-    assert request(reasoning={"generate_summary": "concise"}).summary
     refused("reasoning.summary", reasoning={"summary": 3})
 
 
