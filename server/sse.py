@@ -18,6 +18,7 @@ from types import TracebackType
 from aiohttp import web
 
 from .options import ServerOptions
+from .protocol.json_parts import PART, cut
 from .state import REQUEST_ID
 
 log = logging.getLogger("glm53.server")
@@ -60,10 +61,10 @@ class SseResponse:
         """Send whole events, in one part or in several. Raises ClientConnectionResetError, or is cancelled, when the
         client has gone."""
         async with self._turn:
-            if isinstance(frames, bytes):
+            if isinstance(frames, bytes) and len(frames) <= PART:
                 await self._write(frames)
                 return
-            for part in frames:
+            for part in cut(frames):
                 await self._write(part)
                 await asyncio.sleep(0)  # a client that takes all at once would never make a write wait
 

@@ -9,7 +9,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from .jobs import Job
-from .protocol.json_parts import dump
+from .protocol.json_parts import cut, dump
 
 SMALL_BYTES = 1 << 18
 
@@ -32,7 +32,7 @@ class LargeReply(web.StreamResponse):
     async def write_eof(self, data: bytes = b"") -> None:
         """Called by aiohttp when the handler, and with it the request's place in the queue, has ended."""
         parts, self._parts = self._parts, ()
-        for part in parts:
+        for part in cut(parts):
             await asyncio.sleep(0)  # a client that takes all at once would never make a write wait
             try:
                 async with asyncio.timeout(self._patience_s or None):

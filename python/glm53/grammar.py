@@ -27,7 +27,7 @@ from .chat import Tool
 from .chat.segments import SPECIAL_NAMES
 from .engine.protocol import Constraint
 from .errors import RequestError
-from .grammar_trial import LIMITS, is_risky, refusal
+from .grammar_trial import LIMITS, MOST_CHARS, is_risky, refusal, too_big
 from .json_schema import object_schema, resolve
 from .tokenizer import Tokenizer
 
@@ -35,6 +35,7 @@ from .tokenizer import Tokenizer
 WHITESPACE = {"whitespace_pattern": r"[\x20\x0A]{0,32}"}
 TEXT_RULES = "TEXT: /(?s:.*)/ & ~/(?s:.*)<\\/arg_value>(?s:.*)/\nKEY: /[^<>\\s]{1,128}/\n"
 END_THINK = b"</think>"
+MOST_VISITS = 100_000  # to the schemas of all arguments together, at a microsecond each
 MOST_CHECKED = 256  # arguments that are tried one by one, at a millisecond each, where they cannot be enforced together
 
 Enforced = Callable[[str, Sequence[str]], bool]
@@ -63,6 +64,7 @@ class Grammars:
 
     def regex(self, expression: str, stop_ids: frozenset[int], param: str = "regex") -> Constraint:
         """Text that matches as a whole (Rust's regex syntax, without look-around)."""
+        _check_size(expression, param)
         return self._compile(LLMatcher.grammar_from_regex(expression), stop_ids, param)
 
     def tool_calls(
@@ -103,11 +105,12 @@ class Grammars:
         if or_schema is not None:
             lines.append(f"answer: %json {json.dumps({**or_schema, 'x-guidance': WHITESPACE})}")
         lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
+        room = _Room()
         for i, tool in enumerate(tools):
-            lines += self._call_rules(f"call_{i}", tool, enforced)
+            lines += self._call_rules(f"call_{i}", tool, enforced, room)
         return _lark([*lines, TEXT_RULES])
 
-    def _call_rules(self, rule: str, tool: Tool, enforced: Enforced) -> list[str]:
+    def _call_rules(self, rule: str, tool: Tool, enforced: Enforced, room: _Room) -> list[str]:
         root = tool.parameters or {}
         parameters = object_schema(root)
         properties = parameters.get("properties")
@@ -115,12 +118,12 @@ class Grammars:
         body = ""
         if isinstance(properties, Mapping):
             required = parameters.get("required")
-            names = [r for r in required if isinstance(r, str)] if isinstance(required, list) else []
+            names = {r for r in required if isinstance(r, str)} if isinstance(required, list) else set()
             for n, (key, schema) in enumerate(properties.items()):
                 argument = f"{rule}_{n}"
                 body += f" {argument}" + ("" if key in names else "?")
-                value, more = _value_rule(f"{argument}_value", schema, root)
-                if more and not enforced(value, more):
+                value, more = _value_rule(f"{argument}_value", schema, root, room)
+                if more and not (room.takes(more) and enforced(value, more)):
                     value, more = "TEXT", []
                 lines += [self._argument(argument, json.dumps(key, ensure_ascii=False), value), *more]
         else:
@@ -161,43 +164,67 @@ def _lark(lines: Sequence[str]) -> str:
     return str(LLMatcher.grammar_from_lark("\n".join(lines)))
 
 
+def _check_size(source: str, param: str) -> None:
+    """Before it is turned into a grammar: that takes a while, and the interpreter lock."""
+    if len(source) > MOST_CHARS:
+        raise _unsupported(too_big(len(source)), param)
+
+
+class _Room:
+    """What the rules for the arguments of all tools may still take: characters, and visits to parts of their schemas.
+    Each may refer to the same large definitions, whose text then stands in each rule. When it is used up, arguments are
+    any text."""
+
+    def __init__(self) -> None:
+        self.chars = MOST_CHARS // 2  # the rest is for keys and tags
+        self.visits = MOST_VISITS
+
+    def takes(self, lines: Sequence[str]) -> bool:
+        """Whether there is room for these lines."""
+        self.chars -= sum(map(len, lines))
+        return self.chars >= 0
+
+
 def _json_grammar(schema: Mapping[str, Any], param: str) -> str:
     try:
-        return str(LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": WHITESPACE})))
+        text = json.dumps({**schema, "x-guidance": WHITESPACE})
+        _check_size(text, param)
+        return str(LLMatcher.grammar_from_json_schema(text))
     except (ValueError, TypeError, RecursionError) as e:
         raise RequestError(f"Invalid '{param}': {' '.join(str(e).split())[:300]}", param=param) from e
 
 
-def _value_rule(rule: str, schema: object, root: Mapping[str, Any]) -> tuple[str, list[str]]:
+def _value_rule(rule: str, schema: object, root: Mapping[str, Any], room: _Room) -> tuple[str, list[str]]:
     """(what stands for a value, further rules): verbatim text where a string is possible, else JSON of the schema."""
-    if not isinstance(schema, Mapping):
+    if not isinstance(schema, Mapping) or room.chars <= 0:
         return "TEXT", []
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(choices, list) and choices and all(isinstance(c, str) and c for c in choices):
         return rule, [f"{rule}: " + " | ".join(json.dumps(c, ensure_ascii=False) for c in choices)]
-    if not _never_string(schema, root, set(), 0):
+    if not _never_string(schema, root, set(), 0, room):
         return "TEXT", []
     shared = {k: root[k] for k in ("$defs", "definitions") if k in root}
     return rule, [f"{rule}: %json {json.dumps({**shared, **schema, 'x-guidance': WHITESPACE})}"]
 
 
-def _never_string(schema: object, root: Mapping[str, Any], seen: set[str], depth: int) -> bool:
+def _never_string(schema: object, root: Mapping[str, Any], seen: set[str], depth: int, room: _Room) -> bool:
     """True if the schema says that the value is not a string. A reference counts once (`seen`)."""
-    if not isinstance(schema, Mapping) or depth > 32:
+    room.visits -= 1
+    if not isinstance(schema, Mapping) or depth > 32 or room.visits < 0:
         return False
     ref = schema.get("$ref")
     if isinstance(ref, str):
         if ref in seen:
             return True
         seen.add(ref)
-        return _never_string(resolve(ref, root), root, seen, depth + 1)
+        return _never_string(resolve(ref, root), root, seen, depth + 1, room)
     kind = schema.get("type")
     kinds = [kind] if isinstance(kind, str) else kind
     if isinstance(kinds, list):
         return "string" not in kinds
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
-            return all(_never_string(s, root, seen, depth + 1) for s in schema[name])
+            return all(_never_string(s, root, seen, depth + 1, room) for s in schema[name])
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     return isinstance(values, list) and not any(isinstance(v, str) for v in values)
 

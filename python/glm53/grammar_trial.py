@@ -34,10 +34,15 @@ def is_risky(grammar: str) -> bool:
     return len(found) > FEW_PATTERNS or "patternProperties" in found
 
 
+def too_big(chars: int) -> str:
+    """What a client is told of a grammar, or a source of one, of more than MOST_CHARS."""
+    return f"it is too big: {chars:,} characters as a grammar; at most {MOST_CHARS:,} are compiled"
+
+
 def refusal(grammar: str, tokenizer: LLTokenizer) -> str:
     """Why llguidance cannot enforce `grammar`, or should not try; "" if it can."""
     if len(grammar) > MOST_CHARS:
-        return f"it is too big: {len(grammar):,} characters as a grammar; at most {MOST_CHARS:,} are compiled"
+        return too_big(len(grammar))
     if is_risky(grammar) and (reason := _trial(grammar)):
         return reason
     return str(LLMatcher.validate_grammar(grammar, tokenizer, limits=LIMITS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import orjson
 
@@ -21,7 +21,7 @@ class Finished:
     """A value that is written to JSON once, however often it is sent."""
 
     def __init__(self, value: object) -> None:
-        self._parts = [p[at : at + PART] for p in dump(value) for at in range(0, len(p), PART)]
+        self._parts = list(cut(dump(value)))
 
     def parts(self) -> Sequence[bytes]:
         """The value's JSON."""
@@ -53,6 +53,13 @@ class JsonList:
     def parts(self) -> Sequence[bytes]:
         """The list as it is now."""
         return [b"[", *self._parts, b"]"]
+
+
+def cut(parts: bytes | Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in parts of at most PART."""
+    for part in (parts,) if isinstance(parts, bytes) else parts:
+        for at in range(0, len(part), PART):
+            yield part[at : at + PART]
 
 
 def dump(value: object) -> list[bytes]:

@@ -81,6 +81,21 @@ def test_nothing_comes_between_the_parts_of_an_event() -> None:
     assert b"".join(written) == b"123x45"
 
 
+def test_a_long_event_is_written_in_short_parts() -> None:
+    written: list[bytes] = []
+
+    class Response:
+        async def write(self, part: bytes) -> None:
+            written.append(part)
+
+    data = bytes(range(256)) * (PART // 64)
+    sse = SseResponse(None, ServerOptions())  # type: ignore[arg-type]
+    sse.response = Response()  # type: ignore[assignment]
+    asyncio.run(sse.write(data))
+    assert [len(p) for p in written] == [PART] * 4
+    assert b"".join(written) == data
+
+
 def test_the_event_loop_runs_between_the_parts_of_an_event() -> None:
     """Also if the client takes each part at once."""
     order: list[str] = []

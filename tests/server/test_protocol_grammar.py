@@ -12,14 +12,15 @@ import pytest
 from protocol_helpers import TOOLS1, TOOLS1_RAW, ends, parser, special_names, tokenizer
 from tiny_checkpoint import TINY
 
-from glm53 import grammar_trial
-from glm53.chat import parse_tools
+from glm53 import grammar, grammar_trial
+from glm53.chat import Message, Tool, parse_tools
 from glm53.engine.protocol import Constraint, Token
 from glm53.errors import RequestError
 from glm53.grammar import Grammars
 from glm53.server.protocol.constraints import chat_constraint, text_constraint
 from glm53.server.protocol.events import Answer, collect
-from glm53.server.protocol.requests import RequestDefaults, parse_chat, parse_completion, parse_generate
+from glm53.server.protocol.requests import ChatCall, RequestDefaults, parse_chat, parse_completion, parse_generate
+from glm53.server.protocol.tools import ToolChoice
 
 VOCAB = 2112  # more rows than the tokenizer has tokens, as in checkpoints
 STOP = tokenizer().special_ids(["<|endoftext|>", "<|user|>", "<|observation|>"])
@@ -452,3 +453,57 @@ def test_copies_of_a_constraint_go_their_own_ways() -> None:
     first.accept(ids("x")[0])
     assert first.failure
     assert not second.failure
+
+
+def _forced(parameters: dict[str, Any]) -> Constraint:
+    call = ChatCall(
+        messages=(Message("user", "x"),),
+        tools=(Tool("f", {"name": "f"}, parameters),),
+        tool_choice=ToolChoice("required"),
+    )
+    c = chat_constraint(grammars(), call, thinking_open=False, stop_ids=STOP)
+    assert c is not None
+    return c
+
+
+def _takes(c: Constraint, key: str, value: str) -> bool:
+    return allows(c, [*ids("<tool_call>", "f", "<arg_key>", key, "</arg_key>", "<arg_value>"), *ids(value)])
+
+
+def test_definitions_that_every_argument_shares_do_not_grow_the_grammar_without_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their text stands in the rule of each argument that is not a string: 8 MB could become 100 GB."""
+    seen: list[int] = []
+    refusal = grammar.refusal
+    monkeypatch.setattr(grammar, "refusal", lambda text, ll: seen.append(len(text)) or refusal(text, ll))
+    parameters = {
+        "properties": {f"k{i}": {"$ref": "#/$defs/N"} for i in range(500)},
+        "$defs": {"N": {"type": "integer"}, "unused": {"description": "x" * 20_000}},
+    }
+    c = _forced(parameters)
+    assert max(seen) < 2 * grammar_trial.MOST_CHARS
+    assert _takes(c.copy(), "k1", "5")
+    assert not _takes(c.copy(), "k1", "x")
+    assert _takes(c.copy(), "k499", "x")
+
+
+def test_schemas_are_visited_a_limited_number_of_times() -> None:
+    looked: list[None] = []
+
+    class Counted(dict[str, Any]):
+        def get(self, *args: Any) -> Any:
+            looked.append(None)
+            return super().get(*args)
+
+    many = Counted(anyOf=[Counted(type="integer")] * 3000)
+    _forced({"properties": {f"k{i}": {"$ref": "#/$defs/N"} for i in range(300)}, "$defs": {"N": many}})
+    assert len(looked) < 20 * grammar.MOST_VISITS
+
+
+def test_what_is_too_big_is_not_turned_into_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "LLMatcher", None)
+    with pytest.raises(RequestError, match="too big"):
+        grammars().regex("a" * (grammar_trial.MOST_CHARS + 1), STOP)
+    with pytest.raises(RequestError, match="too big"):
+        grammars().json_schema({"description": "a" * grammar_trial.MOST_CHARS}, STOP)

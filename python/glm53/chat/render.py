@@ -125,7 +125,10 @@ def _tool_results(results: Sequence[Message], before: Message | None) -> list[Se
     order = [c.id for c in before.tool_calls] if before else []
     ids = [r.tool_call_id for r in results]
     if None not in ids and None not in order and len(set(ids)) == len(ids) and set(ids) == set(order):
-        results = sorted(results, key=lambda r: order.index(r.tool_call_id))
+        place: dict[str | None, int] = {}
+        for i, call_id in enumerate(order):
+            place.setdefault(call_id, i)
+        results = sorted(results, key=lambda r: place[r.tool_call_id])
     out = [special("<|observation|>")]
     for result in results:
         out += [special("<tool_response>"), plain(result.content), special("</tool_response>")]
