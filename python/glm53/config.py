@@ -10,17 +10,16 @@ package reads GLM53_* variables.
 
 from __future__ import annotations
 
-import difflib
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from . import config_values as values
 from .config_values import ENV_PREFIX, Spec, setting
-from .errors import ConfigError
+from .errors import ConfigError, nearest
 
 SYSTEM_CONFIG = Path("/etc/glm53/config.toml")
 SERVICE_STATE = Path("/var/lib/glm53")
@@ -302,14 +301,6 @@ def specs() -> tuple[Spec, ...]:
 
 
 _SPECS = {s.name: s for s in specs()}
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the nearest known word, or an empty string. The first that `word` begins wins."""
-    words = list(known)
-    longer = [w for w in words if len(word) > 3 and w.startswith(word)]
-    match = longer or difflib.get_close_matches(word, words, n=1, cutoff=0.5)
-    return f"; did you mean {match[0]}?" if match else ""
 
 
 def _parsed(spec: Spec, raw: object, source: str) -> Any:

@@ -1,6 +1,12 @@
-"""Every error a user may meet. Each carries the values that explain it; `str(e)` is one line that says what to do."""
+"""Every error a user may meet. Each carries the values that explain it; `str(e)` is one line that says what to do.
+
+`nearest` finds the word that a wrong one may have been meant for.
+"""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class Glm53Error(Exception):
@@ -66,3 +72,11 @@ class QueueFull(Glm53Error):
     def __init__(self, waiting: int, limit: int, retry_after_s: int = 2) -> None:
         super().__init__(f"{waiting} requests are already waiting (limit {limit}); retry in {retry_after_s} s")
         self.retry_after_s = retry_after_s
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the nearest known word, or an empty string. The first that `word` begins wins."""
+    words = list(known)
+    longer = [w for w in words if len(word) > 3 and w.startswith(word)]
+    match = longer or difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    return f"; did you mean {match[0]}?" if match else ""

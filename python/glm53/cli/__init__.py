@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .. import __version__
-from ..config import nearest
 from ..console import put, say
-from ..errors import ConfigError, Glm53Error
+from ..errors import ConfigError, Glm53Error, nearest
 from . import doctor, gpu_tools, plan, pull, serve, service
 
 
