@@ -25,7 +25,7 @@ from glm53.engine.scripted import ScriptedEngine
 from glm53.server.app import ServerOptions
 from glm53.tokenizer import Tokenizer
 
-pytest.register_assert_rewrite("engine_cases", "engine_chat_cases")
+pytest.register_assert_rewrite("engine_cases", "engine_chat_cases", "request_helpers")
 
 __all__ = [
     "CHAT",

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from protocol_helpers import TOOLS1_RAW, tokenizer
+from request_helpers import DEFAULTS
 from tiny_checkpoint import TINY
 
 from glm53.chat import encode, opens_thinking, render
@@ -21,7 +22,6 @@ from glm53.server.protocol.body import parse_body
 from glm53.server.protocol.constraints import chat_constraint
 from glm53.server.protocol.requests import (
     ChatCall,
-    RequestDefaults,
     parse_chat,
     parse_completion,
     parse_detokenize,
@@ -30,7 +30,6 @@ from glm53.server.protocol.requests import (
 )
 from glm53.server.protocol.responses import parse_responses
 
-DEFAULTS = RequestDefaults(vocab_size=2084)
 GRAMMARS = Grammars(TINY, tokenizer())
 KEYS = [
     "messages", "role", "content", "type", "text", "tool_calls", "function", "name", "arguments", "id", "tools",
