@@ -24,6 +24,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("glm53")
+pytest.register_assert_rewrite("checkpoint_files")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
