@@ -174,6 +174,8 @@ class _Explained:
             hint = "no such revision; check --model-revision"
         elif isinstance(error, errors.RepositoryNotFoundError):
             hint = "no such repository, or a private one (HF_TOKEN); check --model-repo"
+        elif isinstance(error, errors.HFValidationError):
+            hint = "no such name is possible; check --model-repo and --model-revision"
         elif isinstance(error, OSError) and error.errno == 28:
             hint = "the disk is full; free space or name another folder with --model-dir"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -52,13 +52,12 @@ def requirements(
     checkpoint_there: bool | None = None,
 ) -> list[Check]:
     """Every requirement for serving GLM-5.3-Flash on GPU number `gpu` of `host` in `mode`."""
-    there = (model_dir / "config.json").exists() if checkpoint_there is None else checkpoint_there
     return [
         *_gpu(host, gpu),
         *_software(host, cuda_built, has_module),
         *_memory(host),
         *_cpu(host, mode),
-        *_disk(host, model_dir, there),
+        *_disk(host, model_dir, checkpoint_there),
     ]
 
 
@@ -180,11 +179,17 @@ def _cpu(host: Host, mode: str) -> Iterator[Check]:
     )
 
 
-def _disk(host: Host, model_dir: Path, there: bool) -> Iterator[Check]:
+def _disk(host: Host, model_dir: Path, there: bool | None) -> Iterator[Check]:
     need = SHAPE.checkpoint_bytes
+    try:
+        there = (model_dir / "config.json").exists() if there is None else there
+        free = host.disk_free_bytes(model_dir)
+    except OSError as e:
+        fix = "let this user read it, or name another folder with --model-dir"
+        yield Check("disk", "failed", f"{model_dir} cannot be read ({e.strerror})", "a folder to read", fix)
+        return
     if there:
         yield Check("disk", "ok", f"checkpoint in {model_dir}", "the checkpoint, or room for it")
         return
-    free = host.disk_free_bytes(model_dir)
     fix = f"free space, or put the model elsewhere with --model-dir (now {model_dir})"
     yield _check("disk", free >= need, f"{free / GIB:.0f} GiB free", f"{need / GIB:.0f} GiB", fix)

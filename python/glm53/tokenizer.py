@@ -55,11 +55,14 @@ class Tokenizer:
             added = {t["content"]: int(t["id"]) for t in spec["added_tokens"]}
             plain = HfTokenizer.from_str(json.dumps({**spec, "added_tokens": []}))
         except FileNotFoundError:
-            raise CheckpointError(f"{model_dir}: no tokenizer.json; is this a model directory?") from None
+            raise CheckpointError(f"{model_dir}: no tokenizer.json in this folder; run `glm53 pull`") from None
         except MemoryError:
             raise
+        except OSError as e:
+            raise CheckpointError(f"{path}: cannot read it ({e.strerror}); check its permissions") from None
         except Exception as e:
-            raise CheckpointError(f"{path}: not a readable tokenizer ({e})") from e
+            why = f"{type(e).__name__}: {e}"
+            raise CheckpointError(f"{path}: not a readable tokenizer ({why}); download the file again") from e
         self._plain = plain
         self._special = added
         table = _byte_of_char()

@@ -164,6 +164,44 @@ def test_wrong_path(run: Callable[..., RESULT], tmp_path: Path) -> None:
     one_line(run(*serve_cpu(tmp_path / "absent")), 78, "absent: no such folder", "--model-dir")
 
 
+UNREADABLE = """
+import os, sys
+from pathlib import Path
+real = os.stat
+def stat(path, *args, **kwargs):
+    if "secret" in str(path):
+        raise PermissionError(13, "Permission denied", str(path))
+    return real(path, *args, **kwargs)
+os.stat = stat
+"""
+
+
+def test_a_folder_that_this_user_may_not_look_into(run: Callable[..., RESULT], tmp_path: Path) -> None:
+    """As another user's home, or with a service that sees none. Tests may run as root, who may look anywhere."""
+    (tmp_path / "sitecustomize.py").write_text(UNREADABLE)
+    env, model = {"PYTHONPATH": str(tmp_path)}, tmp_path / "secret" / "model"
+    one_line(run(*serve_cpu(model), env=env), 78, str(model), "Permission denied", "--model-dir")
+    one_line(run(*serve_cpu(model), "--no-download", env=env), 78, str(model), "Permission denied", "--model-dir")
+    done = run("doctor", "--no-measure", "--model-dir", str(model), env=env)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert f"FAILED  disk: {model} cannot be read (Permission denied)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "no tokenizer.json in this folder; run `glm53 pull`"),
+        ("{}", "KeyError: 'added_tokens'"),
+        ("{", "JSONDecodeError"),
+    ],
+)
+def test_a_tokenizer_that_is_none(run: Callable[..., RESULT], copy: Path, content: str | None, says: str) -> None:
+    (copy / "tokenizer.json").unlink()
+    if content is not None:
+        (copy / "tokenizer.json").write_text(content)
+    one_line(run(*serve_cpu(copy)), 78, str(copy), says, "glm53 pull" if content is None else "download the file again")
+
+
 def test_empty_folder_that_may_not_be_filled(run: Callable[..., RESULT], tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -230,6 +268,9 @@ def test_port_in_use(run: Callable[..., RESULT]) -> None:
 def test_address_of_another_machine(run: Callable[..., RESULT]) -> None:
     done = run("serve", "--demo", "--device", "cpu", "--host", "192.0.2.1", "--port", "0")
     one_line(done, 1, "192.0.2.1", "--host")
+    for name in ("a..b", "a" * 80):
+        done = run("serve", "--demo", "--device", "cpu", "--host", name, "--port", "0")
+        one_line(done, 78, f"host {name!r}", "empty or too long", "--host")
 
 
 def test_script_that_is_none(run: Callable[..., RESULT], tmp_path: Path) -> None:

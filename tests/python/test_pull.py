@@ -183,6 +183,7 @@ def test_disk_space_is_checked_first(hub: Hub, tmp_path: Path) -> None:
     [
         (["--model-revision", "nope"], "check --model-revision"),
         (["--model-repo", "no/body"], "check --model-repo"),
+        (["--model-repo", "no body"], "no such name is possible; check --model-repo"),
     ],
 )
 def test_wrong_names_say_which_setting(hub: Hub, tmp_path: Path, args: list[str], says: str) -> None:

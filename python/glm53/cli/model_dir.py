@@ -6,17 +6,37 @@ Only cheap checks that give a better message than a failed load; the checkpoint 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import CheckpointError
 
+T = TypeVar("T")
 BUNDLED = Path(__file__).resolve().parent.parent / "models" / "nano"
 GET_ONE = "run `glm53 pull`, or name an EXL3 checkpoint with --model-dir"
 
 
+def _readable(look: Callable[[Path], T]) -> Callable[[Path], T]:
+    """`look`, with a CheckpointError where this user may not look into the folder."""
+
+    @wraps(look)
+    def checked(path: Path) -> T:
+        try:
+            return look(path)
+        except OSError as e:
+            raise CheckpointError(
+                f"{path}: cannot be read ({e.strerror}); let this user read it, or name another folder with --model-dir"
+            ) from None
+
+    return checked
+
+
+@_readable
 def is_missing(path: Path) -> bool:
-    """True where a download may start: nothing there yet, or an unfinished download of our own."""
+    """True where a download may start: nothing there yet, or an unfinished download of our own. Raises CheckpointError
+    where this user may not look."""
     if not path.exists():
         return True
     if not path.is_dir() or (path / "config.json").exists():
@@ -25,6 +45,7 @@ def is_missing(path: Path) -> bool:
     return not names or ".cache" in names or names <= {"lost+found"}
 
 
+@_readable
 def check(path: Path) -> dict[str, Any]:
     """The parsed config.json of a usable-looking folder. Raises CheckpointError: one line that says what to do."""
     if not path.exists():

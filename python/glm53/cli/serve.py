@@ -68,8 +68,9 @@ def check_port(settings: Settings) -> None:
     """Raise ResourceError if the port cannot be listened on."""
     try:
         infos = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror as e:
-        raise ConfigError(f"host {settings.host!r} is not an address of this machine ({e.strerror})") from None
+    except (socket.gaierror, UnicodeError) as e:
+        why = e.strerror if isinstance(e, socket.gaierror) else "a label of it is empty or too long"
+        raise ConfigError(f"host {settings.host!r} is not an address of this machine ({why}); check --host") from None
     family, kind, protocol, _, address = infos[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
