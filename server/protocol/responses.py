@@ -37,13 +37,14 @@ Kept = Callable[[object], Mapping[str, Any] | None]
 class ResponsesCall:
     """`echo`: request fields that the response object repeats. `declared`: the tools as the client knows them.
     `summary`: the client looks for the reasoning where other models have only a summary of it. `keep`: it may refer to
-    the answer's items later."""
+    the answer's items later. `sealed`: it will send reasoning back, but maybe only what looks encrypted."""
 
     chat: ChatCall
     echo: Mapping[str, Any]
     declared: ResponsesTools
     summary: bool = False
     keep: bool = True
+    sealed: bool = False
 
 
 def parse_responses(body: Mapping[str, Any], defaults: RequestDefaults, kept: Kept = lambda _: None) -> ResponsesCall:
@@ -82,15 +83,26 @@ def parse_responses(body: Mapping[str, Any], defaults: RequestDefaults, kept: Ke
         thinking_budget=thinking.budget,
         template_kwargs=f.fields("chat_template_kwargs").raw,
     )
-    return ResponsesCall(chat, _echo(f, chat), declared, summary=_summary(f) is not None, keep=f.boolean("store", True))
+    return ResponsesCall(
+        chat,
+        _echo(f, chat),
+        declared,
+        summary=_summary(f) is not None,
+        keep=f.boolean("store", True),
+        sealed=_included(f, "reasoning.encrypted_content"),
+    )
 
 
 def _logprobs(f: Fields) -> int | None:
     """`include` asks for those of the drawn tokens, `top_logprobs` above 0 for alternatives too."""
-    include = f.get("include")
-    asked = isinstance(include, list) and "message.output_text.logprobs" in include
+    asked = _included(f, "message.output_text.logprobs")
     top = f.integer("top_logprobs", 0, MAX_LOGPROBS) or 0
     return top if asked or top else None
+
+
+def _included(f: Fields, what: str) -> bool:
+    include = f.get("include")
+    return isinstance(include, list) and what in include
 
 
 def _summary(f: Fields) -> str | None:

@@ -33,6 +33,8 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex[:24]}"
 
 
+SEAL = "Z2xtNTM="
+"""Reasoning is not encrypted, but the Vercel AI SDK sends none back that does not look so."""
 Scores = list[dict[str, Any]]
 
 
@@ -49,10 +51,11 @@ def _reasoning_part(text: str, *, summary: bool) -> dict[str, Any]:
     return {"type": "summary_text" if summary else "reasoning_text", "text": text}
 
 
-def _reasoning_item(item_id: str, text: str | None, status: str, *, summary: bool) -> dict[str, Any]:
-    parts = [] if text is None else [_reasoning_part(text, summary=summary)]
-    own: dict[str, Any] = {"summary": parts, "content": []} if summary else {"summary": [], "content": parts}
-    return {"id": item_id, "type": "reasoning", **own, "status": status}
+def _reasoning_item(item_id: str, text: str | None, status: str, call: ResponsesCall) -> dict[str, Any]:
+    parts = [] if text is None else [_reasoning_part(text, summary=call.summary)]
+    own: dict[str, Any] = {"summary": parts, "content": []} if call.summary else {"summary": [], "content": parts}
+    sealed = {"encrypted_content": SEAL} if call.sealed else {}
+    return {"id": item_id, "type": "reasoning", **own, **sealed, "status": status}
 
 
 class ResponsesReply:
@@ -88,7 +91,7 @@ class ResponsesReply:
 
     def _whole_item(self, part: Part) -> dict[str, Any]:
         if isinstance(part, ReasoningText):
-            return _reasoning_item(_new_id("rs"), part.text, "completed", summary=self._call.summary)
+            return _reasoning_item(_new_id("rs"), part.text, "completed", self._call)
         if isinstance(part, ContentText):
             return _message_item(_new_id("msg"), part.text, "completed", self._scores_of(part))
         return self._call_item(_new_id("fc"), part, "completed")
@@ -192,7 +195,7 @@ class ResponsesReply:
         if self._kind == "message":
             return _message_item(self._item_id, text, status, self._scores)
         if self._kind == "reasoning":
-            return _reasoning_item(self._item_id, text, status, summary=self._call.summary)
+            return _reasoning_item(self._item_id, text, status, self._call)
         assert self._pending is not None
         return self._call_item(self._item_id, Call(self._pending.id, self._pending.name, text or ""), status)
 

@@ -298,6 +298,19 @@ def test_reasoning_goes_where_the_client_looks_for_it() -> None:
     refused("reasoning.summary", reasoning={"summary": 3})
 
 
+def test_reasoning_that_is_to_come_back() -> None:
+    for include, sealed in ((["reasoning.encrypted_content"], True), ([], False), (None, False)):
+        own = request(include=include, reasoning={"summary": "auto"})
+        got = events([HELLO], "user")
+        reply = ResponsesReply("m", 1, own)
+        first = reply.whole(collect(got), COUNTS)["output"][0]
+        assert bool(first.get("encrypted_content")) == sealed
+        payloads = frames(reply.begin() + reply.events(got) + reply.end(COUNTS))
+        assert without_ids(payloads[-1]["response"]["output"])[0] == without_ids([first])[0]
+        returned = {k: v for k, v in first.items() if k != "content"}
+        assert "<think>hm</think>" in prompt(input=[{"role": "user", "content": "x"}, returned])
+
+
 def test_failure() -> None:
     reply = ResponsesReply("m", 1, request())
     payloads = frames(reply.begin() + reply.events(events(["hm"], "user")[:1]) + reply.failed("server_error", "broke"))
