@@ -231,7 +231,7 @@ class Settings:
         None,
         values.auto(values.choice("scalar", "avx2", "avx512", "avx512w", "amx")),
         "CPU tier",
-        "instruction set of the CPU kernels (avx512w: AVX-512 in 16-bit lanes; amx: with tiles); auto = the fastest",
+        "kernels: scalar, avx2, avx512, avx512w (AVX-512 in 16-bit lanes), amx (with tiles); auto = the fastest here",
     )
 
     # expert cache

@@ -67,6 +67,30 @@ def test_every_command_has_help(run: Callable[..., RESULT], command: str) -> Non
     done = run(command, "--help")
     assert done.returncode == 0
     assert "usage: glm53 " + command in done.stdout
+    about = done.stdout.split("\n\n")[1]
+    assert about[0].islower(), "a line that says what it does, before the options"
+    assert "options:" not in about
+    assert "arguments:" not in about
+
+
+@pytest.mark.parametrize(
+    ("command", "others"),
+    [
+        ("pull", ["--download", "--chat-template", "--state-dir"]),
+        ("doctor", ["--model-repo", "--download", "--device", "--state-dir"]),
+        ("prepare", ["--device", "--download", "--model-repo"]),
+        ("pin", ["--device", "--download"]),
+        ("verify", ["--device", "--download"]),
+    ],
+)
+def test_commands_offer_no_option_that_does_nothing(
+    run: Callable[..., RESULT], command: str, others: list[str]
+) -> None:
+    text = run(command, "--help", env={"COLUMNS": "80"}).stdout
+    assert "--model-dir" in text
+    for option in others:
+        assert option not in text
+    assert all(len(line) <= 80 for line in text.splitlines())
 
 
 def test_help_of_serve_says_what_it_does_and_gives_defaults(run: Callable[..., RESULT]) -> None:
@@ -89,6 +113,7 @@ def test_help_of_serve_says_what_it_does_and_gives_defaults(run: Callable[..., R
         (["frobnicate"], ["invalid choice", "serve"]),
         ([], ["COMMAND", "--help"]),
         (["plan", "--gpu", "24"], ["--ram"]),
+        (["verify", "--steps", "0"], ["--steps 0: must be at least 1"]),
         (["plan", "--gpu", "0", "--ram", "1"], ["--gpu 0: must be above 0"]),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from pathlib import Path
 
 from ..config import Settings, load_settings, specs
@@ -10,14 +11,17 @@ from ..config_values import Spec
 from ..console import say
 
 
-def add_settings(parser: argparse.ArgumentParser, *groups: str) -> None:
-    """Add `--config` and the options of every setting in `groups` (all, if none is named)."""
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file (default: /etc/glm53/config.toml)")
+def add_settings(parser: argparse.ArgumentParser, *groups: str, without: Collection[str] = ()) -> None:
+    """Add `--config` and the options of every setting in `groups` (all, if none is named) but those in `without`, which
+    mean nothing to this command."""
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML file (default: $GLM53_CONFIG or /etc/glm53/config.toml)"
+    )
     for group in dict.fromkeys(s.group for s in specs()):
         if groups and group not in groups:
             continue
         box = parser.add_argument_group(group)
-        for spec in (s for s in specs() if s.group == group):
+        for spec in (s for s in specs() if s.group == group and s.name not in without):
             unit = f" [{spec.unit}]" if spec.unit else ""
             text = f"{spec.help}{unit} ({_default(spec)}{spec.env})".replace("%", "%%")
             common = {"dest": f"set_{spec.name}", "default": argparse.SUPPRESS, "help": text}

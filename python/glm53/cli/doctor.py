@@ -14,6 +14,8 @@ from ..requirements import Check, requirements
 from ..sizing import Machine, Measured, Plan, plan
 from .common import add_settings, settings_from
 
+WITHOUT = ("model_repo", "model_revision", "download", "chat_template", "state_dir", "device", "triton_pin")
+"""Settings of its groups that change nothing in the report."""
 MARK = {"ok": "ok", "advice": "advice", "failed": "FAILED"}
 
 
@@ -23,7 +25,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("doctor", help=text, description=text)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--no-measure", action="store_true", help="only check, measure nothing")
-    add_settings(parser, "model", "engine", "CPU tier", "expert cache")
+    add_settings(parser, "model", "engine", "CPU tier", "expert cache", without=WITHOUT)
     parser.set_defaults(run=run)
 
 

@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import DeviceError
+from ..errors import ConfigError, DeviceError
 from . import model_dir
 from .common import add_settings, settings_from
+
+WITHOUT = ("model_repo", "model_revision", "download", "chat_template", "device")
+"""These commands work on a checkpoint that is there, and on a GPU."""
 
 
 def add(commands: Any) -> None:
     """Register the subcommands."""
-    prepare = commands.add_parser("prepare", help="compile exllamav3's extension and warm the kernels, once per host")
-    add_settings(prepare, "model", "engine", "expert cache")
-    prepare.set_defaults(run=lambda args: _run("prepare", args))
-    pin = commands.add_parser("pin", help="fix this GPU architecture's Triton choices in a file")
-    pin.add_argument("--out", type=Path, metavar="FILE", help="where to write the picks")
-    add_settings(pin, "model", "engine", "expert cache")
-    pin.set_defaults(run=lambda args: _run("pin", args))
-    verify = commands.add_parser(
-        "verify", help="make the GPU's expert cache work and compare every slot with its original"
-    )
-    verify.add_argument("--steps", type=int, default=500, metavar="N", help="decode steps before comparing (500)")
-    add_settings(verify, "model", "engine", "expert cache")
-    verify.set_defaults(run=lambda args: _run("verify", args))
+    for name, text in (
+        ("prepare", "compile exllamav3's extension and warm the kernels, once per host"),
+        ("pin", "fix this GPU architecture's Triton choices in a file"),
+        ("verify", "make the GPU's expert cache work and compare every slot with its original"),
+    ):
+        parser = commands.add_parser(name, help=text, description=text)
+        if name == "pin":
+            parser.add_argument("--out", type=Path, metavar="FILE", help="default: ARCHITECTURE.json in --state-dir")
+        if name == "verify":
+            parser.add_argument(
+                "--steps", type=int, default=500, metavar="N", help="decode steps before comparing (500)"
+            )
+        add_settings(parser, "model", "engine", "expert cache", without=WITHOUT)
+        parser.set_defaults(run=partial(_run, name))
 
 
 def _run(name: str, args: argparse.Namespace) -> int:
     from ..host import Host
     from .serve import choose_device
 
+    if getattr(args, "steps", 1) < 1:
+        raise ConfigError(f"--steps {args.steps}: must be at least 1")
     settings = settings_from(args, device="cuda")
     choose_device(settings, Host(), hint="")
     model_dir.check(settings.model_dir)

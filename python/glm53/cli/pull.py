@@ -14,7 +14,7 @@ def add(commands: Any) -> None:
     """Register the subcommand."""
     text = "download the checkpoint (117 GiB), resumable"
     parser = commands.add_parser("pull", help=text, description=text)
-    add_settings(parser, "model")
+    add_settings(parser, "model", without=("download", "chat_template", "state_dir"))
     parser.set_defaults(run=run)
 
 

@@ -38,13 +38,14 @@ STATE_LINK = Path("var/lib/glm53")
 
 def add(commands: Any) -> None:
     """Register the subcommand."""
-    parser = commands.add_parser("service", help="install or remove the systemd service")
+    about = "install or remove the systemd service"
+    parser = commands.add_parser("service", help=about, description=about)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, act, text in (
         ("install", install, "write the unit, its helpers and an example configuration"),
         ("uninstall", uninstall, "remove what install wrote; model, state and changed configuration stay"),
     ):
-        sub = actions.add_parser(name, help=text)
+        sub = actions.add_parser(name, help=text, description=text)
         sub.add_argument(
             "--root", type=Path, default=Path("/"), metavar="DIR", help="work below DIR, not on this system"
         )
