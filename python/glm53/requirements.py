@@ -65,14 +65,9 @@ def _gpu(host: Host, index: int) -> Iterator[Check]:
     gpus, why = host.gpus()
     needed = f"one NVIDIA GPU with {VRAM_GIB} GB"
     if index >= len(gpus):
-        found = why or f"{len(gpus)} GPUs, index {index} asked for"
-        yield Check(
-            "gpu",
-            "failed",
-            found,
-            needed,
-            "install the NVIDIA driver and load nvidia-uvm (sudo modprobe nvidia-uvm), or name another --gpu",
-        )
+        found = why or f"no GPU {index}: this machine has {len(gpus)}, counted from 0"
+        fix = "install the NVIDIA driver and load nvidia-uvm (sudo modprobe nvidia-uvm)"
+        yield Check("gpu", "failed", found, needed, "name another --gpu" if gpus else fix)
     else:
         card = gpus[index]
         yield _check(

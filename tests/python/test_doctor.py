@@ -139,6 +139,12 @@ def test_without_a_gpu_the_report_ends_with_what_runs_here(tmp_path: Path) -> No
     assert render(good, {}, None).splitlines()[-1] == "all requirements are met"
 
 
+def test_a_gpu_index_beyond_the_last_needs_no_driver(tmp_path: Path) -> None:
+    gpu = requirements(Fake(tmp_path).build(), "fast", tmp_path, 3, cuda_built=True, checkpoint_there=True)[0]
+    assert (gpu.verdict, gpu.fix) == ("failed", "name another --gpu")
+    assert gpu.found == "no GPU 3: this machine has 1, counted from 0"
+
+
 def test_one_thread_is_not_threads() -> None:
     assert dram(1)["text"].endswith("on 1 thread (at least)")
     assert dram(2)["text"].endswith("on 2 threads (at least)")
