@@ -51,7 +51,9 @@ echo "$out/${wheel#./} (CUDA objects: $expect)"
 if [ "$try" = 1 ]; then
   echo "==> trying it in a fresh environment" >&2
   "$python" -m venv "$work/try"
-  "$work/try/bin/pip" install -qq 'torch==2.13.0+cpu' 2>/dev/null || "$work/try/bin/pip" install -q 'torch>=2.11'
+  "$work/try/bin/pip" install -qq 'torch==2.13.0+cpu' 2>/dev/null ||
+    "$work/try/bin/pip" install -qq torch --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
+    "$work/try/bin/pip" install -q 'torch>=2.11'
   "$work/try/bin/pip" install -qq "$out/${wheel#./}[cpu]"
   port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
   cp scripts/ask.py "$work/"

@@ -52,11 +52,14 @@ make_venv() {
 }
 
 # The CPU build of torch, in the version the tests were written against. A plain `pip install torch` would fetch
-# gigabytes of CUDA libraries, so the CPU build is asked for by name first; a torch that is already there is kept.
+# gigabytes of CUDA libraries, so the CPU build is asked for by name first, of the index in use and of torch's own (PyPI
+# has none); a torch that is already there is kept.
 install_torch() {
   python -c 'import torch' 2>/dev/null && return
-  step "installing torch (CPU build)"
-  pip install -qq 'torch==2.13.0+cpu' 2>/dev/null || pip install -qq 'torch==2.13.0' || pip install -qq 'torch>=2.11,<3'
+  step "installing torch (CPU build, a few hundred MB)"
+  pip install -qq 'torch==2.13.0+cpu' 2>/dev/null ||
+    pip install -qq 'torch==2.13.0' --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
+    pip install -qq 'torch==2.13.0' || pip install -qq 'torch>=2.11,<3'
 }
 
 # stamp NAME INPUT... : true when the inputs (files or folders) are as they were at the last `stamp_done NAME`.
@@ -70,10 +73,10 @@ stamp_done() { local name=$1; shift; stamp_hash "$@" >"$VENV/.stamp-$name"; }
 install_package() {
   local native=(core python/bindings cmake CMakeLists.txt pyproject.toml)
   if stamp package "${native[@]}" && python -c 'import glm53._core' 2>/dev/null; then return; fi
-  step "building the native module and installing glm53 into $VENV"
   apt_install 'command -v c++' g++
-  pip install -qq 'scikit-build-core>=1.0,<2' 'nanobind>=2.9,<4' 'cmake>=3.25' 'ninja>=1.11'
   install_torch
+  step "building the native module and installing glm53 into $VENV (minutes)"
+  pip install -qq 'scikit-build-core>=1.0,<2' 'nanobind>=2.9,<4' 'cmake>=3.25' 'ninja>=1.11'
   pip install -qq --no-build-isolation -e '.[cpu,test,lint]' -C build-dir=build/py-cpu -C cmake.define.GLM53_CUDA=OFF
   stamp_done package "${native[@]}"
 }

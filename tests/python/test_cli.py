@@ -121,6 +121,22 @@ def test_wrong_command_lines(run: Callable[..., RESULT], args: list[str], parts:
     one_line(run(*args), 78, *parts)
 
 
+def test_the_demo_looks_at_its_options_before_it_sets_anything_up(tmp_path: Path) -> None:
+    demo = Path(__file__).parents[2] / "scripts" / "demo"
+    for option in (["--port", "abc"], ["--prot", "1"]):
+        done = subprocess.run(
+            [str(demo), *option],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "VENV": str(tmp_path / "v")},
+        )
+        assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
+        assert done.stderr.startswith("error: ")
+        assert option[0] in done.stderr
+    assert not (tmp_path / "v").exists()
+
+
 def test_unknown_variable_and_broken_file(run: Callable[..., RESULT], tmp_path: Path) -> None:
     one_line(run("serve", env={"GLM53_PROT": "1"}), 78, "GLM53_PROT", "did you mean GLM53_PORT?")
     broken = tmp_path / "config.toml"
