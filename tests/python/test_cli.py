@@ -77,7 +77,7 @@ def test_every_command_has_help(run: Callable[..., RESULT], command: str) -> Non
     ("command", "others"),
     [
         ("pull", ["--download", "--chat-template", "--state-dir"]),
-        ("doctor", ["--model-repo", "--download", "--device", "--state-dir"]),
+        ("doctor", ["--model-repo", "--download", "--device", "--state-dir", "--mtp", "--run-ahead", "--ct-b"]),
         ("prepare", ["--device", "--download", "--model-repo"]),
         ("pin", ["--device", "--download"]),
         ("verify", ["--device", "--download"]),

@@ -14,7 +14,10 @@ from ..requirements import Check, requirements
 from ..sizing import Machine, Measured, Plan, plan
 from .common import add_settings, settings_from
 
-WITHOUT = ("model_repo", "model_revision", "download", "chat_template", "state_dir", "device", "triton_pin")
+WITHOUT = (
+    *("model_repo", "model_revision", "download", "chat_template", "state_dir", "device", "triton_pin"),
+    *("max_batch_size", "mtp", "run_ahead", "ct_a", "ct_b", "ct_t", "ct_g", "ec_elastic_gb", "ec_stage_gb"),
+)
 """Settings of its groups that change nothing in the report."""
 MARK = {"ok": "ok", "advice": "advice", "failed": "FAILED"}
 
