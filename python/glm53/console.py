@@ -44,7 +44,7 @@ class Progress:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._out = stream or sys.stderr
-        self.redraws = self._out.isatty()
+        self.redraws = self._out.isatty() and os.environ.get("TERM") != "dumb"  # which knows no escape sequences
         self._lock = threading.Lock()
         self._stage = ""
         self._shown = -1

@@ -1,5 +1,6 @@
 """The real command: one line on stderr for every wrong input, the right exit status, never a traceback."""
 
+import io
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import pytest
 from tiny_checkpoint import TINY
 
 import glm53
+from glm53.console import Progress
 from glm53.host import cuda_gpus
 
 RESULT = subprocess.CompletedProcess[str]
@@ -91,6 +93,22 @@ def test_commands_offer_no_option_that_does_nothing(
     for option in others:
         assert option not in text
     assert all(len(line) <= 80 for line in text.splitlines())
+
+
+@pytest.mark.parametrize(("terminal", "redraws"), [("xterm", True), ("dumb", False)])
+def test_progress_is_plain_lines_where_a_line_cannot_be_redrawn(
+    monkeypatch: pytest.MonkeyPatch, terminal: str, redraws: bool
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", terminal)
+    progress = Progress(out)
+    progress.update("reading", 0.5)
+    progress.close()
+    assert progress.redraws == redraws
+    assert ("\x1b" in out.getvalue()) == redraws
+    assert out.getvalue().endswith("\n")
+    assert "reading" in out.getvalue()
 
 
 def test_help_of_serve_says_what_it_does_and_gives_defaults(run: Callable[..., RESULT]) -> None:
