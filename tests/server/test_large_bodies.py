@@ -243,3 +243,35 @@ def test_the_work_for_heavy_requests_is_done_one_after_another(start: Start, mon
     assert live.post("/generate", {"input_ids": IDS[:9], "top_logprobs_num": 5, **scored}).status == 200
     assert live.post("/v1/responses", {"input": "x", "unknown": "x" * LARGE_BYTES}).status == 200
     assert [name.partition("_")[0] for name in threads.values()] == ["large", "prepare", "large"]
+
+
+def test_the_event_loop_runs_between_the_parts_of_a_body() -> None:
+    """Also if the next part is there at once, as in a compressed body."""
+    order: list[str] = []
+    parts = [b"a", b"b", b"c", b""]
+
+    class Content:
+        async def readany(self) -> bytes:
+            order.append("part")
+            return parts.pop(0)
+
+    class Request:
+        class app:
+            _client_max_size = 100
+
+        content = Content()
+
+    async def other() -> None:
+        while True:
+            order.append("other")
+            await asyncio.sleep(0)
+
+    async def both() -> bytes:
+        task = asyncio.create_task(other())
+        request: Any = Request()
+        data = await body_module._receive(request, BodyLease(BodyRoom(100)))
+        task.cancel()
+        return data
+
+    assert asyncio.run(both()) == b"abc"
+    assert "part part" not in " ".join(order)
