@@ -41,7 +41,7 @@ def test_values_of_the_file_and_without_one_those_of_the_model_card(tmp_path: Pa
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 1.5}, "top_p"),
         ({"eos_token_id": 100}, "eos_token_id"),
-        ([], "object"),
+        ([], "holds an array, not a JSON object"),
     ],
 )
 def test_a_broken_file_is_a_configuration_error_that_names_it(tmp_path: Path, config: Any, message: str) -> None:
@@ -49,6 +49,19 @@ def test_a_broken_file_is_a_configuration_error_that_names_it(tmp_path: Path, co
         read_generation_config(write(tmp_path, config), 100)
     assert "generation_config.json" in str(e.value)
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("text", ['{"top_p": 0.9', "", "\xff"])
+def test_a_damaged_file_is_told_as_a_file_and_not_as_a_request(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match="it is not JSON .*download it again") as e:
+        read_generation_config(tmp_path, 100)
+    assert "request" not in str(e.value)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        read_generation_config(tmp_path, 100)
 
 
 @pytest.fixture
