@@ -55,7 +55,7 @@ def test_a_broken_file_is_a_configuration_error_that_names_it(tmp_path: Path, co
 def test_a_damaged_file_is_told_as_a_file_and_not_as_a_request(tmp_path: Path, text: str) -> None:
     path = tmp_path / "generation_config.json"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ConfigError, match="it is not JSON .*download it again") as e:
+    with pytest.raises(ConfigError, match=r"it is not JSON .*download it again") as e:
         read_generation_config(tmp_path, 100)
     assert "request" not in str(e.value)
     path.unlink()
