@@ -22,7 +22,7 @@ class ServerOptions:
     port: int = 30000
     served_name: str = "glm-5.3-flash"
     api_keys: tuple[str, ...] = ()
-    max_body_bytes: int = 8 * MIB
+    max_body_bytes: int = 16 * MIB
     head_timeout_s: float = 60.0
     body_timeout_s: float = 60.0
     max_queue: int = 64

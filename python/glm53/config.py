@@ -148,7 +148,7 @@ class Settings:
 
     max_n: int = setting(8, values.integer(1, 64), "server", "most answers one request may ask for")
     max_body_mib: float = setting(
-        8.0,
+        16.0,
         values.number(0, above=True),
         "server",
         "largest request body; a larger one holds all other requests up for some 5 ms a MiB",
