@@ -69,7 +69,7 @@ async def constrain(job: Job, work: ChatWork) -> None:
         first = chat_constraint(state.grammars, call, thinking_open=work.prompt.thinking, stop_ids=stops)
         give_each(work.works, first)
 
-    await job.on_thread(compile_all)
+    await state.run_compiling(compile_all)
 
 
 def check_choices(state: ServerState, n: int) -> None:

@@ -5,6 +5,7 @@ The Vercel AI SDK does so unless it is told `store: false`. Ids cannot be guesse
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,23 +15,25 @@ from .options import MIB
 
 
 class ItemStore:
-    """The oldest items go where they are more than `most_bytes` of JSON. One thread puts, any may get."""
+    """The oldest items go where they are more than `most_bytes` of JSON. Any thread may put and get."""
 
     def __init__(self, most_bytes: int = 16 * MIB) -> None:
         self._most = most_bytes
         self._items: dict[str, tuple[int, Mapping[str, Any]]] = {}
         self._bytes = 0
+        self._lock = threading.Lock()
 
     def put(self, items: Iterable[Mapping[str, Any]]) -> None:
         """Keep items that have an id."""
-        for item in items:
-            size = len(orjson.dumps(item))
-            if size <= self._most:
-                self._items[item["id"]] = (size, item)
-                self._bytes += size
-        while self._bytes > self._most:
-            size, _ = self._items.pop(next(iter(self._items)))
-            self._bytes -= size
+        sized = [(len(orjson.dumps(item)), item) for item in items]
+        with self._lock:
+            for size, item in sized:
+                if size <= self._most:
+                    self._bytes += size - self._items.pop(item["id"], (0, item))[0]
+                    self._items[item["id"]] = (size, item)
+            while self._bytes > self._most:
+                size, _ = self._items.pop(next(iter(self._items)))
+                self._bytes -= size
 
     def get(self, item_id: object) -> Mapping[str, Any] | None:
         """The item, or None if it is not kept (any more)."""

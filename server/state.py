@@ -1,8 +1,8 @@
 """What all handlers share: the engine's slot, the limits, the live requests and the metrics.
 
 States: loading -> ready -> draining -> stopped, and loading -> failed. Only `lifecycle.Server` moves them, on the event
-loop; handlers read them through `engine_or_503`. `progress` alone is written by another thread (the loader), which
-replaces one tuple: that is atomic.
+loop; handlers read them through `engine_or_503`. `progress` is written by the loader's thread, which replaces one
+tuple: that is atomic. `items` has a lock of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ T = TypeVar("T")
 Phase = Literal["loading", "ready", "draining", "stopped", "failed"]
 INLINE_BYTES = 4096  # prompts up to this size are parsed and encoded on the event loop (about 1 ms)
 LARGE_BYTES = 1 << 18  # larger ones are prepared one after another: each step may keep the GIL for tens of ms
-WORKERS = 8  # threads that prepare requests and replies; tokenising and compiling grammars let go of the GIL
+WORKERS = 8  # threads that prepare requests and replies; tokenising lets go of the GIL
+COMPILERS = 4  # threads that compile grammars, which also let go of it; a client's may take seconds to be refused
 BODIES = 16  # as many of the largest bodies may be in memory at once
 STOPPING = "the server is shutting down"
 
@@ -65,6 +66,7 @@ class ServerState:
         self.idle.set()
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="prepare")
         self._large = ThreadPoolExecutor(1, thread_name_prefix="large")
+        self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="compile")
 
     def engine_or_503(self) -> Engine:
         """The loaded engine. Raises Unavailable in every phase but "ready"."""
@@ -97,6 +99,11 @@ class ServerState:
         threads = self._workers if size <= LARGE_BYTES else self._large
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
+    async def run_compiling(self, work: Callable[[], T]) -> T:
+        """`work()`, which compiles a grammar, where it keeps only other grammars waiting: the beginning and the end of
+        every stream are made on the threads of `run_on_thread`."""
+        return await asyncio.get_running_loop().run_in_executor(self._compilers, work)
+
     @cached_property
     def grammars(self) -> Grammars:
         """The grammar compiler. The loader's thread makes it, before there are requests: it may take a second."""
@@ -104,7 +111,7 @@ class ServerState:
 
     def close(self) -> None:
         """Let go of the worker threads (waits for nothing)."""
-        for threads in (self._workers, self._large):
+        for threads in (self._workers, self._large, self._compilers):
             threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -65,7 +65,7 @@ async def constrain(job: Job, work: TextWork, decoding: Decoding) -> None:
     def compile_all() -> None:
         give_each(work.works, text_constraint(state.grammars, decoding.response_format, stops))
 
-    await job.on_thread(compile_all)
+    await state.run_compiling(compile_all)
 
 
 SCORE_BYTES = 32  # in a reply

@@ -19,7 +19,7 @@ from glm53.server.admission import BodyLease, BodyRoom
 from glm53.server.errors import Unavailable
 from glm53.server.options import MIB
 from glm53.server.protocol import schema
-from glm53.server.state import LARGE_BYTES
+from glm53.server.state import COMPILERS, LARGE_BYTES, WORKERS
 
 CHAT = "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}
@@ -77,6 +77,32 @@ def test_large_requests_are_prepared_one_after_another(start: Start) -> None:
     for kind, size, count in (("large", LARGE_BYTES + 1, 20), ("small", LARGE_BYTES, 2)):
         asyncio.run_coroutine_threadsafe(all_of(kind, size, count), live.loop).result(60)
     assert most == {"large": 1, "small": 2}
+
+
+def test_grammars_that_take_long_to_compile_keep_only_grammars_waiting(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream's beginning and end are made on the threads that prepare requests."""
+    live, compiling, go_on = start(SLOW), threading.Semaphore(0), threading.Event()
+    compile_grammar = Grammars.json_schema
+
+    def slowly(self: Grammars, *args: Any, **kwargs: Any) -> Any:
+        compiling.release()
+        assert go_on.wait(60)
+        return compile_grammar(self, *args, **kwargs)
+
+    monkeypatch.setattr(Grammars, "json_schema", slowly)
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    waiting = [threading.Thread(target=live.chat, kwargs={"response_format": wanted}) for _ in range(WORKERS + 1)]
+    for thread in waiting:
+        thread.start()
+    try:
+        assert all(compiling.acquire(timeout=30) for _ in range(COMPILERS))
+        assert live.chat(stream=True, messages=user("x" * 10_000)).status == 200
+    finally:
+        go_on.set()
+        for thread in waiting:
+            thread.join(60)
 
 
 def test_bodies_that_arrive_have_a_limit_together(start: Start) -> None:
