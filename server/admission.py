@@ -1,6 +1,6 @@
 """The limits of the house: how many streams may be in it at once, and how many bytes of request bodies.
 
-State: one count of admitted streams. `acquire` raises it, `release` (or leaving the ticket's `with`) lowers it; all on
+State: one count of admitted streams. `acquire` raises it, leaving the ticket's `with` lowers it; all on
 the event loop, so there is no lock. A stream counts as waiting when it is beyond what the engine runs at once.
 Cost: two integer operations a request; refusing needs neither the body parsed nor a token encoded.
 """

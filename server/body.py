@@ -84,7 +84,7 @@ async def _receive(request: web.Request, lease: BodyLease) -> bytes:
 
 
 async def read_body(request: web.Request, lease: BodyLease, *, timeout_s: float) -> bytes:
-    """The whole body, decompressed; `lease` grows by its size. Raises HttpError 400, 408, 413, 415 or 503."""
+    """The whole body, decompressed; `lease` grows by its size. Raises HttpError 400, 403, 408, 413, 415 or 503."""
     _check_content_type(request)
     _check_length(request)
     await _ask_for_body(request)

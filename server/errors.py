@@ -40,7 +40,7 @@ class HttpError(Glm53Error):
 
 
 class Unavailable(HttpError):
-    """503 with Retry-After: the server is loading, draining or its engine has died."""
+    """503 with Retry-After: the server is loading, draining, short of room for bodies, or its engine has died."""
 
     def __init__(self, message: str, *, code: str, retry_after_s: int = 5) -> None:
         super().__init__(503, message, code=code, headers={"Retry-After": str(retry_after_s)})

@@ -1,4 +1,4 @@
-"""One admitted request, from its body to its last byte: place in the queue, time limit, streams, accounting.
+"""One admitted request, from its body to the end of its answer: place in the queue, time limit, streams, accounting.
 
 States of a Job: admitted -> generating (inside `deadline`) -> ended. All on the event loop. `end` may be called at any
 time (time limit, shutdown): the handler's current await then raises TimeoutError, which `explain` puts into words.

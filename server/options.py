@@ -13,9 +13,9 @@ class ServerOptions:
 
     `api_keys` empty = no authentication. `max_queue` = requests that may wait beyond those the engine runs at once.
     `head_timeout_s` and `body_timeout_s` = how long a client may take to send a request's head and its body.
-    `request_timeout_s` (0 = none) counts from arrival to the last byte. `write_timeout_s` = how long a client may take
-    nothing before it is dropped. `ping_s` = longest silence in a stream. `cors_origins`: see `cors`; () = none.
-    `chat_template` = "builtin", "checkpoint" or the path of a Jinja file.
+    `request_timeout_s` (0 = none) ends generation that long after the body has arrived. `write_timeout_s` = how long a
+    client may take nothing before it is dropped. `ping_s` = longest silence in a stream. `cors_origins`: see `cors`; ()
+    = none. `chat_template` = "builtin", "checkpoint" or the path of a Jinja file.
     """
 
     host: str = "127.0.0.1"

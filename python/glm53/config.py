@@ -151,7 +151,7 @@ class Settings:
         16.0,
         values.number(0, above=True),
         "server",
-        "largest request body; a larger one holds all other requests up for some 5 ms a MiB",
+        "largest request body; while one is parsed, other requests wait some 4 ms a MiB",
         unit="MiB",
     )
     body_timeout_s: float = setting(

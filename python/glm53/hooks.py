@@ -1,5 +1,5 @@
 """The patch of a loaded exllamav3 model: what is replaced, how it is checked first, and how it is put back. (With
-`--mtp`, `engine/exllama/mtp.py` besides wraps three methods of the generator that it is given, without it
+`--mtp`, `engine/exllama/mtp.py` besides wraps three methods of the generator that it is given, with `--run-ahead`
 `engine/exllama/ahead.py` two.)
 
 Replaced, on instances only (no class of exllamav3 changes):
@@ -7,7 +7,8 @@ Replaced, on instances only (no class of exllamav3 changes):
                                 our arenas)
   `BlockSparseMLP.routing_fn`   of every MoE layer: after the router, before the experts' kernels
   `BlockSparseMLP.forward`      of every MoE layer, in fast mode only: after the experts' kernels
-  `BlockSparseMLP.bc`           of every MoE layer: its calls that run one expert alone are bracketed
+  `BlockSparseMLP.bc`           of every MoE layer, unless a load leaves that out: its calls that run one expert alone
+                                are bracketed
   `Embedding.forward`, `.prepare_for_device`  where a step's ids may come from the GPU: those are looked up there
   `g_tensor_cache.get_bucketed` remembers what it gave for the same arguments: it makes a name of them each time, which
                                 is most of what a decode step's Python does around the hyper-connections

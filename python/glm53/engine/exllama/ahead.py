@@ -4,12 +4,12 @@ exllamav3 waits for a step's tokens, hands them out, prepares the next step and 
 to do meanwhile. Here the ids that a step draws stay on the GPU and are the next step's input (`token_table.py`), so
 that it is queued before they are read, when half of this step is done. What is drawn is the same: the same passes,
 samplers and random numbers in the same order. Where a token may change what comes next, nothing is queued ahead of it:
-at the end of a page (its hash, a kept KDA state), before a limit, while a prompt waits or is read, while expert slots
-are lent. For streams with grammars, penalties or log-probabilities exllamav3's own step runs. A stop token is seen one
-step late: the row that this step has too many is dropped, and what it wrote lies behind the tokens that its page is
-known to hold. The other rows of that step were computed beside it, which stock's are not, and the last bits of a row
-may depend on how many there are. So in exact mode several streams wait for their tokens, and if none is a stop token
-the next step is queued before these are handed out.
+at the end of a page (its hash, a kept KDA state), before a limit, while a prompt could start or is read, while expert
+slots are lent. For streams with grammars, penalties or log-probabilities exllamav3's own step runs. A stop token is
+seen one step late: the row that this step has too many is dropped, and what it wrote lies behind the tokens that its
+page is known to hold. The other rows of that step were computed beside it, which stock's are not, and the last bits of
+a row may depend on how many there are. So in exact mode several streams wait for their tokens, and if none is a stop
+token the next step is queued before these are handed out.
 
 Replaced, on the generator's instance: `iterate` and `iterate_gen`.
 States of a RunAhead: level (every queued step has been read; exllamav3's `iterate` runs) -> ahead (one has not). Only
@@ -238,7 +238,7 @@ class RunAhead:
 
 def run_ahead(generator: Any, loaded: Loaded, waiting: Callable[[], bool] = lambda: False) -> RunAhead | None:
     """Let a new generator of a loaded model run ahead, if what was loaded lets it: not with an MTP draft. A lane that
-    was given up leaves exact mode, where one stream alone is ahead."""
+    was given up leaves exact mode, where several streams go on once their tokens are there."""
     if loaded.tokens is None or loaded.draft is not None:
         return None
     return RunAhead(generator, loaded.passes, lambda: loaded.passes.lane is not None, waiting)

@@ -144,7 +144,9 @@ class CpuTier:
         return self._timer(top_k).large_job_ns()
 
     def _choose_kernels(self, top_k: int) -> None:
-        """Where the setting `isa` leaves it open and this CPU has several AVX-512 tables, which give the same bits."""
+        """Take the kernels that all workers together finish large jobs fastest with; the process's own choice stays
+        where none is clearly faster. Only where the setting `isa` leaves it open and this CPU has several AVX-512
+        tables, which give the same bits."""
         names = [isa for isa in _core.cpu_features()["isas"] if isa not in ("avx2", "scalar")]
         if self._settings.isa is not None or len(names) < 2:
             return
