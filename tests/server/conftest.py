@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from live_server import (
@@ -25,6 +26,8 @@ from glm53.engine.scripted import ScriptedEngine
 from glm53.server.app import ServerOptions
 from glm53.tokenizer import Tokenizer
 
+T = TypeVar("T")
+
 pytest.register_assert_rewrite("engine_cases", "engine_chat_cases", "request_helpers")
 
 __all__ = [
@@ -38,6 +41,7 @@ __all__ = [
     "check_chat_stream",
     "read_stream",
     "refused",
+    "run_beside",
     "start_server",
     "user",
 ]
@@ -90,3 +94,20 @@ def start(tmp_path: Path, tokenizer: Tokenizer) -> Iterator[Start]:
     yield make
     for live in servers:
         live.stop()
+
+
+def run_beside(order: list[str], work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` on an event loop whose other turns add "other" to `order`: where `work` lets others run shows."""
+
+    async def other() -> None:
+        while True:
+            order.append("other")
+            await asyncio.sleep(0)
+
+    async def both() -> T:
+        task = asyncio.create_task(other())
+        done = await work
+        task.cancel()
+        return done
+
+    return asyncio.run(both())

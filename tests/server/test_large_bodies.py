@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from conftest import Start, user
+from conftest import Start, run_beside, user
 
 from glm53 import json_text
 from glm53.engine import scripted
@@ -39,17 +39,7 @@ def test_the_event_loop_runs_between_the_windows_of_a_body(monkeypatch: pytest.M
 
     monkeypatch.setattr(body_module, "count_marks", counted)
 
-    async def other() -> None:
-        while True:
-            order.append("other")
-            await asyncio.sleep(0)
-
-    async def both() -> None:
-        task = asyncio.create_task(other())
-        await body_module._check_structure(b"a" * 10_000)
-        task.cancel()
-
-    asyncio.run(both())
+    run_beside(order, body_module._check_structure(b"a" * 10_000))
     assert order.count("window") == 10
     assert "window window" not in " ".join(order)
 
@@ -287,17 +277,6 @@ def test_the_event_loop_runs_between_the_parts_of_a_body() -> None:
 
         content = Content()
 
-    async def other() -> None:
-        while True:
-            order.append("other")
-            await asyncio.sleep(0)
-
-    async def both() -> bytes:
-        task = asyncio.create_task(other())
-        request: Any = Request()
-        data = await body_module._receive(request, BodyLease(BodyRoom(100)))
-        task.cancel()
-        return data
-
-    assert asyncio.run(both()) == b"abc"
+    request: Any = Request()
+    assert run_beside(order, body_module._receive(request, BodyLease(BodyRoom(100)))) == b"abc"
     assert "part part" not in " ".join(order)

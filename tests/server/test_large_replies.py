@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
-from conftest import Start
+from conftest import Start, run_beside
 
 from glm53.server import generation
 from glm53.server.options import MIB, ServerOptions
@@ -104,13 +104,7 @@ def test_the_event_loop_runs_between_the_parts_of_an_event() -> None:
         async def write(self, part: bytes) -> None:
             order.append(part.decode())
 
-    async def other() -> None:
-        while True:
-            order.append("other")
-            await asyncio.sleep(0)
-
-    async def both() -> None:
-        task = asyncio.create_task(other())
+    async def replies() -> None:
         sse = SseResponse(None, ServerOptions())  # type: ignore[arg-type]
         sse.response = Response()  # type: ignore[assignment]
         await sse.write([b"1", b"2", b"3"])
@@ -118,9 +112,8 @@ def test_the_event_loop_runs_between_the_parts_of_an_event() -> None:
         reply.write = sse.response.write  # type: ignore[method-assign]
         with pytest.raises(AssertionError):  # aiohttp's part: there is no request to end
             await reply.write_eof()
-        task.cancel()
 
-    asyncio.run(both())
+    run_beside(order, replies())
     assert "".join(o for o in order if o != "other") == "123456"
     assert not any(a != "other" != b for a, b in itertools.pairwise(order))
 
