@@ -17,6 +17,12 @@ def ids_of(tokens: int, generator: Any) -> Any:
     return torch.randint(0, 2000, (1, tokens), generator=generator)
 
 
+def drawing(exllamav3: Any) -> Any:
+    """The sampler of a request with temperature 1, as the server makes it, for every side. exllamav3's ComboSampler
+    would list penalties that do nothing but ask for past ids, and what asks for those is never queued ahead."""
+    return exllamav3.CustomSampler([exllamav3.SS_Temperature(1.0), exllamav3.SS_Sample()])
+
+
 class Rates(NamedTuple):
     """Of one run: seconds to the first token of any stream; tok/s of all streams together after it; tok/s of the steps
     that all streams take part in (`common.steps_rate`)."""
@@ -38,7 +44,7 @@ class Runner:
 
         random = torch.Generator().manual_seed(seed)
         for s in range(streams):
-            sampler = self.exl.ComboSampler(temperature=1.0)
+            sampler = drawing(self.exl)
             job = self.exl.Job(input_ids=ids_of(prompt, random), max_new_tokens=new, sampler=sampler, seed=seed + s)
             self.generator.enqueue(job)
         torch.cuda.synchronize()
@@ -64,7 +70,7 @@ class Runner:
         from glm53.hooks import moe_modules
 
         ids = ids_of(SHORT, torch.Generator().manual_seed(61))
-        sampler = self.exl.ComboSampler(temperature=1.0)
+        sampler = drawing(self.exl)
         self.generator.enqueue(self.exl.Job(input_ids=ids, max_new_tokens=steps + 2, sampler=sampler, seed=61))
         while not any(r.get("token_ids") is not None for r in self.generator.iterate()):
             pass
@@ -95,7 +101,7 @@ class Runner:
         import torch
 
         ids = ids_of(prompt, torch.Generator().manual_seed(seed))
-        sampler = self.exl.ComboSampler(temperature=1.0)
+        sampler = drawing(self.exl)
         self.generator.enqueue(self.exl.Job(input_ids=ids, max_new_tokens=1, sampler=sampler, seed=seed))
         rounds = []
         while self.generator.num_remaining_jobs():

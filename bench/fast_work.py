@@ -14,7 +14,7 @@ from typing import Any
 
 import gpu_exact
 from exact_process import peak_ram
-from exact_run import SHORT, Runner, ids_of
+from exact_run import SHORT, Runner, drawing, ids_of
 from fast_profile import LayerClock, breakdown, table
 
 COUNTED = ("steps", "hits", "misses", "admissions", "cpu_picks", "cpu_steps", "cpu_bytes")
@@ -73,15 +73,16 @@ def work_glm(args: argparse.Namespace, mode: str) -> dict[str, Any]:
         max_chunk_size=2048,
         recurrent_cache_size=1 << 30,
     )
-    run_ahead(generator, loaded)
+    ahead = run_ahead(generator, loaded)
     runner = Runner(exl, generator)
     out: dict[str, Any] = {"mode": mode, "slots": loaded.slots, "load": loaded.times, "split": changes, **lane}
     out["without"] = args.without
     runner.settle(args.new)
     for n in (1, 4):
-        before = counters(loaded)
+        before, queued = counters(loaded), ahead.steps if ahead else 0
         out |= runner.decode(args.new, n, args.runs)
         after = counters(loaded)
+        out[f"steps_ahead{n}"] = ahead.steps - queued if ahead else 0
         out[f"counts{n}"] = {name: after[name] - before[name] for name in after}
         out[f"fault{n}"] = loaded.passes.fault()
     out["ram"] = peak_ram()
@@ -109,7 +110,7 @@ def profile(loaded: Any, runner: Any, streams: int, steps: int) -> dict[str, Any
 
     random, generator = torch.Generator().manual_seed(61), runner.generator
     for s in range(streams):
-        ids, sampler = ids_of(SHORT, random), runner.exl.ComboSampler(temperature=1.0)
+        ids, sampler = ids_of(SHORT, random), drawing(runner.exl)
         generator.enqueue(runner.exl.Job(input_ids=ids, max_new_tokens=steps + 2, sampler=sampler, seed=61 + s))
     drawn: set[int] = set()
     while len(drawn) < streams:

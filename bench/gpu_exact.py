@@ -149,13 +149,14 @@ def work_ours(args: argparse.Namespace) -> dict[str, Any]:
         loaded.model, loaded.cache, loaded.tokenizer, max_batch_size=4, max_chunk_size=args.chunk,
         recurrent_cache_size=1 << 30,
     )  # fmt: skip
-    run_ahead(generator, loaded)
+    ahead = run_ahead(generator, loaded)
     runner = Runner(exl, generator)
     out: dict[str, Any] = {"slots": loaded.slots, "load_s": load_s, "chunk": args.chunk, "knobs": knobs}
     out["without"] = args.without
     out["link_gb_s"] = link_rate(loaded)
     out["peak_vram_after_load"] = torch.cuda.memory_allocated()
     out.update(measure_ours(runner, loaded, args))
+    out["steps_ahead"] = ahead.steps if ahead else 0
     out["load"] = loaded.times
     out["ram"] = peak_ram()
     out["expert_bytes"] = sum(loaded.store.layout.part_bytes)

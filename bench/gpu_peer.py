@@ -32,6 +32,7 @@ from typing import Any
 
 from common import save
 from exact_process import peak_ram, run_limited
+from exact_run import drawing
 
 PROMPT, VOCAB = 300, 2000
 STAGES = "probe,fast,exact,newest-257-12,newest-257-12-mcpa,newest-261-12-mcpa,newest-257-15,stock-257-12"
@@ -77,7 +78,7 @@ class Decoder:
         import torch
 
         ids = torch.randint(0, VOCAB, (1, PROMPT), generator=torch.Generator().manual_seed(seed))
-        sampler = self.exl.GreedySampler() if greedy else self.exl.ComboSampler(temperature=1.0)
+        sampler = self.exl.GreedySampler() if greedy else drawing(self.exl)
         self.generator.enqueue(self.exl.Job(input_ids=ids, max_new_tokens=new, sampler=sampler, seed=seed))
         tokens: list[int] = []
         first = last = 0.0
@@ -134,6 +135,7 @@ def work_ours(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     import torch
 
     from glm53.config import Settings
+    from glm53.engine.exllama.ahead import run_ahead
     from glm53.engine.exllama.loader import LoadOptions, load
 
     state = Path(tempfile.mkdtemp())
@@ -142,7 +144,9 @@ def work_ours(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     loaded = load(settings, lambda stage, fraction: None, LoadOptions(max_slots=args.slots))
     load_s = time.perf_counter() - start
     generator = exl.Generator(loaded.model, loaded.cache, loaded.tokenizer, max_batch_size=1)
+    ahead = run_ahead(generator, loaded)
     out = Decoder(exl, generator).measure(args.new, args.runs)
+    out["steps_ahead"] = ahead.steps if ahead else 0
     if fault := loaded.passes.fault():
         raise RuntimeError(f"the CPU lane failed, so these are not figures of {mode}: {fault}")
     return {

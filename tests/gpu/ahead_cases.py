@@ -128,7 +128,7 @@ def far_ahead(ahead: RunAhead) -> Iterator[None]:
             for memory in (buffers.lengths, buffers.fed, buffers.drawn, *buffers._tables.values()):
                 memory.zero_()
 
-    with _replaced(ahead, _queue=late, _read=overwritten), _replaced(ahead._passes, await_half=lambda: None):
+    with _replaced(ahead, _queue=late, _read=overwritten), _replaced(ahead._passes, await_room=lambda: None):
         yield
 
 

@@ -23,6 +23,7 @@ from tiny_checkpoint import TINY
 
 from glm53.engine.exllama import ExllamaEngine
 from glm53.engine.exllama.loader import LoadOptions
+from glm53.engine.exllama.sampling import make_sampler
 from glm53.engine.exllama.tools import turn_heat_over
 from glm53.engine.protocol import GenerationRequest, SamplingParams
 
@@ -153,7 +154,7 @@ def test_steps_queued_ahead_draw_what_steps_that_wait_draw(ours: Ours, streams: 
         for on in (True, False):
             ours.ahead.on = on
             before = ours.ahead.steps
-            sampler = ours.exllamav3.ComboSampler(temperature=0.9, top_p=0.9)
+            sampler = make_sampler(ours.exllamav3, SamplingParams(temperature=0.9, top_p=0.9), 0)
             drawn.append(greedy(ours.exllamav3, ours.generator, prompts, steps, sampler=sampler, seed=5))
             ahead.append(ours.ahead.steps - before)
         assert drawn[0] == drawn[1]

@@ -180,6 +180,7 @@ def test_prompts_that_are_scored_between_steps_and_the_steps_do_not_disturb_each
         found = []
         while not drawing.done():
             found = await scores()
+            await asyncio.sleep(0.02)  # for steps without a scoring that waits
         return await drawing, found
 
     try:

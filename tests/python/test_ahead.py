@@ -104,7 +104,7 @@ def on_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ahead_of(*jobs: Job, together: bool = True) -> tuple[Generator, RunAhead, Any]:
     generator: Any = Generator(*jobs)
-    passes: Any = SimpleNamespace(settled=True, await_half=lambda: None, begins=lambda: None)
+    passes: Any = SimpleNamespace(settled=True, await_room=lambda: None, begins=lambda: None)
     return generator, RunAhead(generator, passes, lambda: together), passes
 
 
@@ -221,7 +221,7 @@ def test_in_exact_mode_streams_that_may_stop_by_their_text_wait_for_it(change: d
 
 
 def test_a_lane_that_was_given_up_leaves_what_exact_mode_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = SimpleNamespace(settled=True, await_half=lambda: None, begins=lambda: None, lane="a lane")
+    passes = SimpleNamespace(settled=True, await_room=lambda: None, begins=lambda: None, lane="a lane")
     loaded: Any = SimpleNamespace(tokens=1, draft=None, passes=passes)
     generator: Any = Generator(*(Job([11 + i] * 9) for i in range(2)))
     ahead = run_ahead(generator, loaded)

@@ -18,7 +18,7 @@ from glm53.checkpoint import Checkpoint
 from glm53.engine.exllama import lane, lane_costs
 from glm53.engine.exllama.lane import CpuTier, ExpertMemory, Workers
 from glm53.engine.exllama.lane_costs import Costs, LaneTimer, fit, overridden
-from glm53.engine.exllama.passes import Passes, PassSettings
+from glm53.engine.exllama.passes import QUEUED_LAYERS, Passes, PassSettings
 from glm53.engine.exllama.scales import ExpertScales
 from glm53.errors import ConfigError, DeviceError, EngineError
 from glm53.runtime import PinnedExperts
@@ -131,29 +131,30 @@ def routed(rows: int, dtype: torch.dtype = torch.half) -> tuple[torch.Tensor, to
     return torch.arange(4).repeat(rows, 1), weights, torch.ones(rows, HIDDEN, dtype=dtype)
 
 
-def test_a_decode_step_says_when_it_is_half_done(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_step_says_when_another_may_be_queued(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     event = SimpleNamespace(record=lambda: done.append("recorded"), synchronize=lambda: done.append("awaited"))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     runtime = Recorder()
     passes = make_passes(runtime)
 
-    def layers(route: Any, decode: bool) -> list[int]:
+    def layers(route: Any, decode: bool, count: int = 42) -> list[int]:
         at = []
-        with passes.bracket(2, decode, 6):
-            for layer in range(6):
+        with passes.bracket(2, decode, count):
+            for layer in range(count):
                 done.clear()
                 route(layer, 2, routed(2), {})
                 at += [layer] * len(done)
         return at
 
-    assert layers(passes.route, True) == [3]
+    assert layers(passes.route, True) == [42 - QUEUED_LAYERS]
+    assert layers(passes.route, True, 6) == [0]
     assert layers(passes.route, False) == []  # the end of a prompt
     passes.lane = SimpleNamespace(wake=lambda: None)  # type: ignore[assignment]
-    assert layers(passes.route_split, True) == [3]
+    assert layers(passes.route_split, True) == [42 - QUEUED_LAYERS]
     assert layers(passes.route_split, False) == []
-    passes.route(3, 2, routed(2), {})  # outside of every pass
-    passes.await_half()
+    passes.route(0, 2, routed(2), {})  # outside of every pass
+    passes.await_room()
     assert done == ["awaited"]
 
 

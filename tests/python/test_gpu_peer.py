@@ -117,8 +117,8 @@ class Generator:
 
 
 def test_an_answer_is_timed_from_its_first_token_and_all_of_it_is_kept(bench: Any) -> None:
-    names = ("GreedySampler", "ComboSampler", "Job")
-    made = bench.Decoder(argparse.Namespace(**{n: lambda **k: k for n in names}), Generator())
+    names = ("GreedySampler", "CustomSampler", "SS_Temperature", "SS_Sample")
+    made = bench.Decoder(argparse.Namespace(Job=lambda **k: k, **{n: lambda *_: None for n in names}), Generator())
     rate, tokens = made.answer(5, 3, greedy=True)
     assert tokens == [3, 4, 3]
     assert rate > 0

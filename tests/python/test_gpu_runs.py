@@ -56,7 +56,8 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(new: int, *script: Any) -> Any:
         generator = Scripted(*script)
-        exl = SimpleNamespace(ComboSampler=lambda temperature: None, Job=SimpleNamespace)
+        names = ("CustomSampler", "SS_Temperature", "SS_Sample")
+        exl = SimpleNamespace(Job=SimpleNamespace, **{name: lambda *_: None for name in names})
         monkeypatch.setattr(exact_run, "time", SimpleNamespace(perf_counter=lambda: generator.now))
         return exact_run.Runner(exl, generator).run(20, new, len(generator.left))
 

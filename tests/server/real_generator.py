@@ -232,7 +232,7 @@ def make_engine(exllamav3: Any, model: Any, settings: Settings, vocab_size: int)
         lane=None,
         settled=True,
         begins=lambda: None,
-        await_half=lambda: None,
+        await_room=lambda: None,
         fault=lambda: None,
         between=lambda prompts_left: exllama.Upkeep.NONE,
         bracket=lambda tokens: nullcontext(),

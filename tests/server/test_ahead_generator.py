@@ -8,6 +8,7 @@ unless GLM53_EXLLAMAV3 names the unpacked wheel, see `real_generator`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,7 +107,7 @@ class Asked:
         assert isinstance(self.generator.recurrent_cache, States)
         self.passes = SimpleNamespace(
             settled=True,
-            await_half=lambda: self.model.log.append(("await half", None)),
+            await_room=lambda: self.model.log.append(("await room", None)),
             begins=lambda: self.model.log.append(("begins", None)),
         )
         self.waiting = False
@@ -171,9 +172,9 @@ def test_the_next_step_is_queued_before_a_steps_tokens_are_read() -> None:
     asked, told, alone = both(lambda a: a.run({0: [a.job(1, [5, 6, 7], 40), a.job(2, [8, 9], 40)]}))
     assert told == alone
     log = [what for what, _ in asked.model.log]
-    # a step is queued when the one before is half done, and begins when that was read
+    # a step is queued when there is room behind the one before, and begins when that was read
     assert "".join(w[0] for w in log).count("aqrb") == 38
-    decode = [what for what in log if what not in ("prompt", "await half", "begins")]
+    decode = [what for what in log if what not in ("prompt", "await room", "begins")]
     assert decode[:8] == ["queued", "read", "queued", "queued", "read", "queued", "read", "queued"]
     assert asked.ahead is not None
     assert asked.ahead.steps == 38
@@ -226,7 +227,7 @@ def test_pages_states_and_rounds_are_kept_as_without() -> None:
     asked, told, alone = both(case)
     assert told == alone
     assert told[3][-1][1]["cached_tokens"] >= 1024
-    log = [entry for entry in asked.model.log if entry[0] != "await half"]
+    log = [entry for entry in asked.model.log if entry[0] != "await room"]
     ahead = [q for q, before in zip(log[1:], log, strict=False) if q[0] == before[0] == "queued"]
     assert ahead
     assert not any(at % PAGE == 0 for _, lengths in ahead for at in lengths)
@@ -249,7 +250,7 @@ def test_a_cancelled_stream_leaves_the_others_and_its_place_to_the_next() -> Non
     assert asked.ahead.steps > 20
 
 
-def test_a_prompt_that_comes_in_the_first_half_of_a_step_is_next() -> None:
+def test_a_prompt_that_comes_before_the_next_step_is_queued_is_next() -> None:
     with pytest.MonkeyPatch.context() as patch:
         asked = Asked(patch, ahead=True)
         assert asked.ahead is not None
@@ -260,7 +261,7 @@ def test_a_prompt_that_comes_in_the_first_half_of_a_step_is_next() -> None:
         def comes() -> None:
             asked.waiting = True
 
-        asked.passes.await_half = comes
+        asked.passes.await_room = comes
         asked.step()
         steps = asked.ahead.steps
         asked.generator.enqueue(asked.job(2, [5, 6], 3))
@@ -286,3 +287,17 @@ def test_nothing_is_queued_ahead_while_slots_are_lent() -> None:
         asked.passes.settled = False
         asked.step()
         assert (asked.ahead.steps, asked.model.log[-1][0]) == (20, "read")
+
+
+def test_the_benches_sampler_is_one_whose_steps_are_queued_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    from exact_run import drawing
+
+    asked = Asked(monkeypatch, ahead=True)
+    assert asked.ahead is not None
+    job = asked.job(1, [5, 6], 40)
+    job.sampler = drawing(asked.ex)
+    asked.generator.enqueue(job)
+    while asked.generator.num_remaining_jobs():
+        asked.step()
+    assert asked.ahead.steps == 38

@@ -2,21 +2,21 @@
 
 exllamav3 waits for a step's tokens, hands them out, prepares the next step and only then queues it; the GPU has nothing
 to do meanwhile. Here the ids that a step draws stay on the GPU and are the next step's input (`token_table.py`), so
-that it is queued before they are read, when half of this step is done. What is drawn is the same: the same passes,
-samplers and random numbers in the same order. Where a token may change what comes next, nothing is queued ahead of it:
-at the end of a page (its hash, a kept KDA state), before a limit, while a prompt could start or is read, while expert
-slots are lent. For streams with grammars, penalties or log-probabilities exllamav3's own step runs. A stop token is
-seen one step late: the row that this step has too many is dropped, and what it wrote lies behind the tokens that its
-page is known to hold. The other rows of that step were computed beside it, which stock's are not, and the last bits of
-a row may depend on how many there are. So in exact mode several streams wait for their tokens, and if none is a stop
-token the next step is queued before these are handed out.
+that it is queued before they are read, once few enough layers of this step are left. What is drawn is the same: the
+same passes, samplers and random numbers in the same order. Where a token may change what comes next, nothing is queued
+ahead of it: at the end of a page (its hash, a kept KDA state), before a limit, while a prompt could start or is read,
+while expert slots are lent. For streams with grammars, penalties or log-probabilities exllamav3's own step runs. A stop
+token is seen one step late: the row that this step has too many is dropped, and what it wrote lies behind the tokens
+that its page is known to hold. The other rows of that step were computed beside it, which stock's are not, and the last
+bits of a row may depend on how many there are. So in exact mode several streams wait for their tokens, and if none is a
+stop token the next step is queued before these are handed out.
 
 Replaced, on the generator's instance: `iterate` and `iterate_gen`.
 States of a RunAhead: level (every queued step has been read; exllamav3's `iterate` runs) -> ahead (one has not). Only
 `iterate` and `iterate_gen` change it, on the engine's thread. Jobs may be cancelled in either. While `unread`,
 `iterate` is to be called also when no job is left: what went wrong in that step is not to be found in the next job's.
-Costs: two sets of small page-locked buffers; a stream that stops costs a row of one step, and a prompt that comes in
-the second half of a step waits for the next one too.
+Costs: two sets of small page-locked buffers; a stream that stops costs a row of one step, and a prompt that comes
+after the next step was queued waits for that one too.
 """
 
 from __future__ import annotations
@@ -165,10 +165,10 @@ class RunAhead:
         )
 
     def _awaited(self, step: _Step) -> bool:
-        """Wait until `step` is half done or, where a row too many may change the others, until its tokens are there;
-        whether the next step may be queued then."""
+        """Wait until there is room behind `step` or, where a row too many may change the others, until its tokens are
+        there; whether the next step may be queued then."""
         if len(step.jobs) == 1 or self._together():
-            self._passes.await_half()
+            self._passes.await_room()
             return True
         step.read.synchronize()
         return not any(

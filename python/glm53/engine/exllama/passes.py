@@ -33,6 +33,9 @@ _STREAM_PICKS_PER_EXPERT = 32
 leaves out what is not picked and overlaps with computing too (PCIe 5: faster at 1,024 tokens, slower at 2,048)."""
 _MEASURED_FROM = 512
 """Tokens from which the measured need per token is trusted: smaller passes are mostly fixed costs."""
+QUEUED_LAYERS = 21
+"""MoE layers of a decode step that may be left to do when the next step is queued: half of GLM-5.3-Flash's. Where more
+kernels are queued than the driver takes (1,024, about a step of it), queueing one waits, with Python's lock held."""
 _RETRY_S = 1.0
 """Time between attempts to get lent memory back while others hold it."""
 
@@ -95,8 +98,8 @@ class Passes:
         self._queued_on = self.stream  # of the pass that is being queued: torch takes some us to tell
         self._splitting = False
         self._split_rows = 0
-        self._middle = -1
-        self._half_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._mark = -1
+        self._marked = torch.cuda.Event()  # type: ignore[no-untyped-call]
         # decode_passes: all of at most MAX_DECODE_ROWS tokens, the last piece of a prompt among them
         self.counts = {"decode_passes": 0, "prompt_passes": 0, "staged_passes": 0, "lendings": 0}
 
@@ -107,8 +110,8 @@ class Passes:
 
     def route(self, layer: int, rows: int, routed: Routed, params: dict[str, Any]) -> None:
         """Called by exllamav3 right after a layer's router."""
-        if layer == self._middle:
-            self._half_done.record()
+        if layer == self._mark:
+            self._marked.record()
         selected = routed[0]
         picks, n = selected.data_ptr(), selected.numel()
         if self._staging:
@@ -123,8 +126,8 @@ class Passes:
         if not self._splitting:
             self.route(layer, rows, routed, params)
             return
-        if layer == self._middle:
-            self._half_done.record()
+        if layer == self._mark:
+            self._marked.record()
         selected, weights, x = routed
         if not _plain(x, (rows, self._hidden)) or not _plain(weights, selected.shape):
             raise EngineError(
@@ -159,14 +162,14 @@ class Passes:
         self._queued_on = self.stream
         if tokens <= MAX_DECODE_ROWS:
             self.counts["decode_passes"] += 1
-            self._middle = layers // 2 if decode else -1
+            self._mark = max(0, layers - QUEUED_LAYERS) if decode else -1
             if decode and self.lane is not None:
                 self.lane.wake()
                 self._splitting = True
             try:
                 yield
             finally:
-                self._splitting, self._split_rows, self._middle = False, 0, -1
+                self._splitting, self._split_rows, self._mark = False, 0, -1
             return
         staged = tokens >= self.threshold
         self._make_room(tokens, 2 * self._settings.stage_bytes if staged and not self._rt.has_staging else 0)
@@ -213,10 +216,9 @@ class Passes:
         """`between` has nothing to do while no prompt is read: a step may be queued before it is called."""
         return not (self._lent or self._refilling)
 
-    def await_half(self) -> None:
-        """Wait until the GPU has done half of the decode step that was queued last. Where more kernels are queued than
-        the driver takes (about a step of the real model), queueing one waits and holds Python's lock meanwhile."""
-        self._half_done.synchronize()
+    def await_room(self) -> None:
+        """Wait until of the decode step that was queued last the GPU has `QUEUED_LAYERS` left to do."""
+        self._marked.synchronize()
 
     def begins(self) -> None:
         """A decode step that was queued some time ago begins on the GPU: the lane's workers may have gone to sleep."""
