@@ -2,7 +2,8 @@
 
 The revision is resolved to a commit once, and all files come from that commit. A file that is complete is not fetched
 again; an unfinished one goes on where it stopped (huggingface_hub keeps it below `.cache` in the target folder).
-config.json comes last, so that a folder without it is an unfinished download.
+config.json comes last, so that a folder without it is an unfinished download: all of its files are verified then, also
+those of earlier runs.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,25 +41,37 @@ def download(repo: str, revision: str, target: Path, progress: Progress) -> str:
     commit, files = _listing(repo, revision)
     missing = [f for f in files if not _complete(target / f.name, f)]
     check_space(target, missing)
-    total, watch = sum(f.size for f in missing) or 1, _Watch(target)
+    body = [f for f in missing if f.name != LAST]
+    with _reported(target, missing, progress):
+        _fetch(repo, commit, target, body)
+    if len(body) < len(missing):  # without config.json an earlier pull may have ended before it verified its files
+        body = [f for f in files if f.name != LAST]
+    _verify(target, body, progress)
+    _fetch(repo, commit, target, [f for f in missing if f.name == LAST])
+    return commit
+
+
+@contextmanager
+def _reported(target: Path, missing: list[RemoteFile], progress: Progress) -> Iterator[None]:
+    """Tells twice a second how much of `missing` has arrived."""
+    total, watch, stop = sum(f.size for f in missing) or 1, _Watch(target), threading.Event()
 
     def report() -> None:
         progress("downloading", min(1.0, watch.received(missing) / total))
 
+    def go_on() -> None:
+        while not stop.wait(0.5):
+            report()
+
     report()
-    stop = threading.Event()
-    reporter = threading.Thread(target=lambda: _every(0.5, stop, report), daemon=True)
+    reporter = threading.Thread(target=go_on, daemon=True)
     reporter.start()
     try:
-        body = [f for f in missing if f.name != LAST]
-        _fetch(repo, commit, target, body)
-        _verify(target, body, progress)
-        _fetch(repo, commit, target, [f for f in missing if f.name == LAST])
+        yield
     finally:
         stop.set()
         reporter.join()
     progress("downloading", 1.0)
-    return commit
 
 
 def check_space(target: Path, missing: Iterable[RemoteFile]) -> None:
@@ -123,11 +137,6 @@ def _verify(target: Path, files: list[RemoteFile], progress: Progress) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _every(seconds: float, stop: threading.Event, call: Any) -> None:
-    while not stop.wait(seconds):
-        call()
 
 
 class _Watch:

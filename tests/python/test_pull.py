@@ -169,6 +169,28 @@ def test_a_file_with_the_wrong_hash_is_removed(hub: Hub, tmp_path: Path) -> None
     assert not (tmp_path / "model" / "config.json").exists()
 
 
+def test_a_pull_that_was_stopped_before_it_verified_is_verified_by_the_next(hub: Hub, tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    target.mkdir()
+    for name in ("a.safetensors", "b.safetensors"):  # of the right size: nothing else would look at them again
+        (target / name).write_bytes(hub.files[name])
+    (target / "b.safetensors").write_bytes(bytes(len(hub.files["b.safetensors"])))
+    done = pull(hub, target)
+    assert done.returncode == 1
+    assert "b.safetensors: the SHA-256 is" in done.stderr.splitlines()[-1]
+    assert not (target / "config.json").exists()
+    again = pull(hub, target)
+    assert again.returncode == 0, again.stderr
+    assert (target / "b.safetensors").read_bytes() == hub.files["b.safetensors"]
+
+
+def test_the_stages_of_a_pull_follow_each_other(hub: Hub, tmp_path: Path) -> None:
+    """What has arrived is not told any more while hashes are computed: the lines would alternate for minutes."""
+    lines = [line.split()[0] for line in pull(hub, tmp_path / "model").stderr.splitlines() if line.endswith(" %")]
+    assert lines == sorted(lines, key=["downloading", "verifying"].index)
+    assert set(lines) == {"downloading", "verifying"}
+
+
 def test_disk_space_is_checked_first(hub: Hub, tmp_path: Path) -> None:
     hub.sizes["a.safetensors"] = 10**15
     done = pull(hub, tmp_path / "model")
