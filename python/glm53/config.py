@@ -122,12 +122,11 @@ class Settings:
         "tokens a step that the checkpoint's MTP layer drafts while that measures faster (fast mode on a GPU); 0 = off",
         unit="tokens",
     )
-
     run_ahead: bool = setting(
         False,
         values.truth,
         "engine",
-        "queue decode steps on the GPU before the last one's tokens are handed out; has not run on a GPU yet",
+        "queue decode steps on the GPU before the last one's tokens are handed out; what it gains is not measured yet",
         switch=True,
     )
 
@@ -145,7 +144,6 @@ class Settings:
     drain_s: float = setting(
         30.0, values.number(0), "server", "time running streams get to finish on stop", unit="s", flags=("--drain",)
     )
-
     max_n: int = setting(8, values.integer(1, 64), "server", "most answers one request may ask for")
     max_body_mib: float = setting(
         16.0,
@@ -321,7 +319,7 @@ def _read_toml(path: Path, must_exist: bool) -> dict[str, object]:
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path}: cannot read the configuration file ({e})") from None
     except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"{path}: not valid TOML: {e}") from None
+        raise ConfigError(f'{path}: not valid TOML: {e}; text stands in quotes, like mode = "fast"') from None
 
 
 def _from_file(path: Path, must_exist: bool) -> dict[str, tuple[object, str]]:
@@ -330,7 +328,8 @@ def _from_file(path: Path, must_exist: bool) -> dict[str, tuple[object, str]]:
         if isinstance(value, dict):
             raise ConfigError(f"{path}: [{key}]: settings are in no table; write each by itself, like port = 30000")
         if key not in _SPECS:
-            raise ConfigError(f"{path}: unknown setting {key!r}{nearest(key, _SPECS)}")
+            known = nearest(key.lower().removeprefix(ENV_PREFIX.lower()), _SPECS)
+            raise ConfigError(f"{path}: unknown setting {key!r}{known}")
         found[key] = (value, str(path))
     return found
 
