@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class Spec:
 
     @property
     def env(self) -> str:
+        """Its environment variable."""
         return ENV_PREFIX + self.name.upper()
 
     @property
@@ -85,10 +87,10 @@ def number(low: float, *, above: bool = False) -> Parse:
             raise ValueError("a number is needed")
         try:
             value = float(raw)
-        except ValueError:
+        except (ValueError, OverflowError):  # TOML's whole numbers have no limit
             raise ValueError("a number is needed") from None
-        if not (value > low if above else value >= low) or value == float("inf"):
-            raise ValueError(f"must be {'above' if above else 'at least'} {low:g}")
+        if not isfinite(value) or not (value > low if above else value >= low):
+            raise ValueError(f"must be {'above' if above else 'at least'} {low:g} and finite")
         return value
 
     return parse
@@ -99,7 +101,7 @@ def choice(*allowed: str) -> Parse:
 
     def parse(raw: object) -> str:
         if raw not in allowed:
-            raise ValueError(f"must be {' or '.join(allowed)}")
+            raise ValueError(f"must be {', '.join(allowed[:-1])} or {allowed[-1]}")
         return str(raw)
 
     return parse
@@ -118,8 +120,8 @@ def truth(raw: object) -> bool:
 
 
 def text(raw: object) -> str:
-    """A non-empty string."""
-    if not isinstance(raw, str) or not raw:
+    """A string that has more than white space in it, and no NUL, which neither a path nor a name may have."""
+    if not isinstance(raw, str) or not raw.strip() or "\0" in raw:
         raise ValueError("a non-empty string is needed")
     return raw
 
@@ -141,16 +143,26 @@ def words(raw: object) -> tuple[str, ...]:
 
 
 def keys(raw: object) -> tuple[str, ...]:
-    """`words`; but a text that holds none is refused, since without keys a server is open to everybody."""
+    """`words`; but a text or a list of texts that holds none is refused, since without keys a server is open to
+    everybody. An empty list says that it is meant to be."""
     found = words(raw)
-    if isinstance(raw, str) and not found:
+    if not found and (isinstance(raw, str) or raw):
         raise ValueError("a key is needed; leave the setting out for a server without keys")
     return found
 
 
 def auto(inner: Parse) -> Parse:
     """`auto` (or nothing) leaves the value None: measured or derived when it is needed."""
-    return lambda raw: None if raw is None or (isinstance(raw, str) and raw in {"auto", ""}) else inner(raw)
+
+    def parse(raw: object) -> Any:
+        if raw is None or (isinstance(raw, str) and raw in {"auto", ""}):
+            return None
+        try:
+            return inner(raw)
+        except ValueError as e:
+            raise ValueError(f"{e}; or auto") from None
+
+    return parse
 
 
 def cpu_list(raw: object) -> tuple[int, ...]:
@@ -161,7 +173,7 @@ def cpu_list(raw: object) -> tuple[int, ...]:
         match = None if isinstance(part, bool) else re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", str(part))
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if last < first:
-            raise ValueError("must be auto or a CPU list like 2-23 or 2-5,8")
+            raise ValueError("must be a CPU list like 2-23 or 2-5,8")
         if last > LAST_CPU:
             raise ValueError(f"CPU {last} is beyond {LAST_CPU}, the last that Linux knows")
         cpus.extend(range(first, last + 1))

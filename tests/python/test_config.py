@@ -73,6 +73,10 @@ def test_unknown_names_are_errors_with_the_nearest_known_one(tmp_path: Path) -> 
     path = toml(tmp_path, "chunksize = 1\n")
     with pytest.raises(ConfigError, match=rf"{path}: unknown setting 'chunksize'; did you mean chunk_size"):
         load_settings(env={}, config=path)
+    for written in ("GLM53_CHUNK_SIZE", "Chunk-Size"):
+        path = toml(tmp_path, f"{written} = 1\n")
+        with pytest.raises(ConfigError, match=rf"unknown setting '{written}'; did you mean chunk_size"):
+            load_settings(env={}, config=path)
 
 
 @pytest.mark.parametrize(
@@ -88,13 +92,17 @@ def test_unknown_names_are_errors_with_the_nearest_known_one(tmp_path: Path) -> 
         ("ct_cpus", "0-8192", "CPU 8192 is beyond 8191"),
         ("ct_cpus", [2, True], "CPU list"),
         ("ct_cpus", {}, "CPU list"),
-        ("isa", ["amx"], "must be scalar or avx2"),
+        ("isa", ["amx"], "must be scalar, avx2, avx512, avx512w or amx; or auto"),
+        ("ct_threads", "many", "a whole number is needed; or auto"),
+        ("model_repo", "  ", "non-empty"),
+        ("model_dir", "a\0b", "non-empty"),
+        ("ec_stage_gb", 10**400, "a number is needed"),
         ("ec_reserve_gb", [1], "a number is needed"),
         ("triton_pin", ["a"], "non-empty"),
         ("state_dir", "~nobody-of-this-name/x", "home folder is not known"),
         ("ct_b", "0", "above 0"),
         ("ct_b", "nan", "above 0"),
-        ("ec_stage_gb", "inf", "at least 0"),
+        ("ec_stage_gb", "inf", "at least 0 and finite"),
         ("download", "maybe", "true or false"),
         ("served_name", "", "non-empty"),
         ("autosplit_max_batch_size", "9", "1 to 8"),
@@ -136,6 +144,8 @@ def test_config_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_settings(env={}, config=tmp_path / "absent.toml")
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_settings(env={}, config=toml(tmp_path, "port = \n"))
+    with pytest.raises(ConfigError, match=r'line 1, column 8\); text stands in quotes, like mode = "fast"'):
+        load_settings(env={}, config=toml(tmp_path, "mode = fast\n"))
     with pytest.raises(ConfigError, match="no such configuration file"):
         load_settings(env={"GLM53_CONFIG": str(tmp_path / "absent.toml")})
 
@@ -167,6 +177,9 @@ def test_keys_that_are_none_never_open_a_server(tmp_path: Path) -> None:
         load_settings(env={"GLM53_API_KEYS": ""})
     with pytest.raises(ConfigError, match=r"command line: api_keys .* a key is needed"):
         load_settings({"api_keys": " , "}, env={})
+    for text in ('[""]', '["", " "]', '""'):  # as a template leaves it whose variable is not set
+        with pytest.raises(ConfigError, match=r"config.toml: api_keys .* a key is needed"):
+            load_settings(env={}, config=toml(tmp_path, f"api_keys = {text}\n"))
     assert load_settings(env={}, config=toml(tmp_path, "api_keys = []\n")).all_api_keys() == ()
     keys = tmp_path / "keys"
     for text, says in ((b"  # only a comment\n\n", "no key in"), (b"\xff\xfe\x00", "not UTF-8 text")):
