@@ -206,7 +206,7 @@ def test_the_command_takes_measured_values_and_names_a_hit_rate() -> None:
     assert "hit rate that gives --tok-s: 0." in text
     wrong = subprocess.run([*command, "--hit-rate", "2"], capture_output=True, text=True, check=False)
     assert wrong.returncode != 0
-    assert "hit_rate must be above 0 and at most 1, not 2.0" in wrong.stderr
+    assert "--hit-rate 2: must be above 0 and at most 1" in wrong.stderr
     assert "Traceback" not in wrong.stderr
 
 

@@ -168,7 +168,8 @@ def test_prompt_too_long_and_closed(make: Make) -> None:
     [
         ("", "no answer"),
         ("\n\n", "no answer"),
-        ('{"pieces": ["a"], "end": "user"}\n{', "line 2"),
+        ('{"pieces": ["a"], "end": "user"}\n{', "line 2: not JSON"),
+        ("root:x:0:0", 'a line is {"pieces": ["Hi"], "end": "user"}'),
         ("[]", "line 1"),
         ('{"pieces": "a", "end": "user"}', "pieces"),
         ('{"pieces": [1], "end": "user"}', "pieces[0]"),

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .. import __version__
+from ..config import specs
 from ..console import put, say
 from ..errors import ConfigError, Glm53Error, nearest
 from . import doctor, gpu_tools, plan, pull, serve, service
@@ -27,14 +28,33 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
 
     def error(self, message: str) -> NoReturn:
+        """Raise `message` with where to read on."""
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        known, extra = super().parse_known_args(args, namespace)
+        """As argparse's, but what is not known is an error, which is told before something that is missing."""
+        words = list(sys.argv[1:] if args is None else args)
+        try:
+            known, extra = super().parse_known_args(words, namespace)
+        except ConfigError as e:
+            options = [*self._options(), "--"]
+            wrong = next((w for w in words if w.startswith("--") and w.partition("=")[0] not in options), None)
+            mine = str(e).endswith(f"(see {self.prog} --help)")  # not a subcommand's
+            if wrong and mine and "arguments are required" in str(e):
+                self._unknown(wrong)
+            raise
         if extra:
-            options = [option for action in self._actions for option in action.option_strings]
-            self.error(f"unknown argument {extra[0]}{nearest(extra[0].split('=')[0], options)}")
+            self._unknown(extra[0])
         return known, extra
+
+    def _options(self) -> list[str]:
+        return [option for action in self._actions for option in action.option_strings]
+
+    def _unknown(self, argument: str) -> NoReturn:
+        word = argument.partition("=")[0]
+        if any(word in spec.flags for spec in specs()):
+            self.error(f"{self.prog} takes no {word}: that setting changes nothing here")
+        self.error(f"unknown argument {argument}{nearest(word, self._options())}")
 
 
 class _Version(argparse.Action):

@@ -92,6 +92,10 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} {value:g}: must be {'at least' if least else 'above'} 0 and finite"
             )
+    for name in ("kernel_share", "hit_rate"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value <= 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be above 0 and at most 1")
 
 
 def render(p: Plan) -> str:

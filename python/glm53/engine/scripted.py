@@ -39,6 +39,7 @@ from .stream import QueuedStream
 END_TOKENS = {"user": "<|user|>", "observation": "<|observation|>", "eos": "<|endoftext|>"}
 ENDS = (*END_TOKENS, "length", "error")
 KEYS = {"pieces", "end", "rate", "prefill_s"}
+EXAMPLE = '{"pieces": ["Hi"], "end": "user"}'
 POLL_S = 0.02
 IDLE_S = 0.5
 ID_CHARS = 32  # a piece is one token whatever its length; its id is that of its beginning
@@ -92,10 +93,12 @@ def load_answers(path: Path, tokenizer: Tokenizer) -> list[Answer]:
             continue
         try:
             answers.append(_parse_answer(json.loads(line), tokenizer))
+        except json.JSONDecodeError as e:
+            raise ConfigError(f"--scripted {path}, line {number}: not JSON ({e}); a line is {EXAMPLE}") from None
         except ValueError as e:
             raise ConfigError(f"--scripted {path}, line {number}: {e}") from None
     if not answers:
-        raise ConfigError(f"--scripted {path}: no answer in it; a line is " + '{"pieces": ["Hi"], "end": "user"}')
+        raise ConfigError(f"--scripted {path}: no answer in it; a line is {EXAMPLE}")
     return answers
 
 
