@@ -31,8 +31,46 @@ Top = dict[Any, float]
 
 
 def web_address(text: str) -> str:
-    """`text` with a scheme: host:port alone means http."""
-    return text if "://" in text else f"http://{text}"
+    """A server's address: host:port alone means http, and the /v1 at the end of a client's base URL is not part of it.
+
+    Raises ArgumentTypeError."""
+    address = text if "://" in text else f"http://{text}"
+    try:
+        parts = urlsplit(address)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        known = False
+    if not known:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address of a server; http://127.0.0.1:30000 is one")
+    return address.rstrip("/").removesuffix("/v1")
+
+
+def out_file(text: str) -> str:
+    """A file that can be written, which is better known before the measurement. Raises ArgumentTypeError."""
+    if os.path.isdir(text) or not os.path.isdir(os.path.dirname(text) or "."):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: its folder is missing, or it is one")
+    return text
+
+
+def reason(status: int, data: bytes) -> str:
+    """An answer that is no success, on one line: its status, what it says, and what to do."""
+    try:
+        words = json.loads(data)
+        words = words.get("error", words)
+        words = words.get("message", words)
+    except (ValueError, AttributeError):
+        words = data.decode(errors="replace")
+    key, path = "give its key with --api-key", "check --url and --model"
+    hint = {301: path, 302: path, 307: path, 308: path, 401: key, 403: key, 404: path, 503: "try later"}.get(status)
+    return f"{status}: {' '.join(str(words).split())[:300]}" + (f" ({hint})" if hint else "")
+
+
+def trouble(url: str, error: Exception) -> str:
+    """A connection that failed, on one line with what to do."""
+    hint = "is the server running there?" if isinstance(error, ConnectionRefusedError) else ""
+    hint = "--timeout waits longer" if isinstance(error, TimeoutError) else hint
+    hint = "does it speak http, not https?" if "SSL" in str(error) else hint
+    return f"{url}: {' '.join(str(error).split()) or type(error).__name__}" + (f" ({hint})" if hint else "")
 
 
 class NoVerdict(Exception):
@@ -44,16 +82,29 @@ class Client:
 
     def __init__(self, url: str, api_key: str, timeout: float) -> None:
         self.url, self.timeout = url, timeout
+        self.missing = ""
+        """What the last route that is not there answered."""
         self.headers = {"Content-Type": "application/json"}
         if api_key:
             self.headers["Authorization"] = f"Bearer {api_key}"
 
-    def post(self, path: str, body: Any) -> tuple[int, Any]:
-        """(status, reply) of a request with a JSON body."""
-        return self.ask("POST", path, json.dumps(body).encode())
+    def post(self, path: str, body: Any) -> dict[str, Any] | None:
+        """The reply to a JSON body; None where there is no such route. Raises NoVerdict."""
+        status, data = self.ask("POST", path, json.dumps(body).encode())
+        if status in (404, 405):
+            self.missing = f"{path} answered {reason(status, data)}"
+            return None
+        if status != 200:
+            raise NoVerdict(f"{path} answered {reason(status, data)}")
+        try:
+            reply = json.loads(data)
+            return dict(reply[0] if isinstance(reply, list) else reply)
+        except (ValueError, TypeError, IndexError):
+            words = data[:100].decode(errors="replace")
+            raise NoVerdict(f"{path} answered what is no JSON object: {words!r}") from None
 
-    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
-        """(status, reply); a reply that is no JSON comes back as text. Raises NoVerdict if there is no reply."""
+    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        """(status, body of the reply). Raises NoVerdict if there is no reply."""
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname or "127.0.0.1", parts.port, timeout=self.timeout)
@@ -62,13 +113,10 @@ class Client:
             reply = connection.getresponse()
             data = reply.read()
         except (OSError, http.client.HTTPException) as e:
-            raise NoVerdict(f"{self.url}: {e or type(e).__name__}") from None
+            raise NoVerdict(trouble(self.url, e)) from None
         finally:
             connection.close()
-        try:
-            return reply.status, json.loads(data)
-        except ValueError:
-            return reply.status, data[:300].decode(errors="replace")
+        return reply.status, data
 
 
 def from_generate(client: Client, ids: list[int], count: int) -> list[Top] | None:
@@ -80,35 +128,25 @@ def from_generate(client: Client, ids: list[int], count: int) -> list[Top] | Non
         "logprob_start_len": 0,
         "top_logprobs_num": count,
     }
-    status, reply = client.post("/generate", body)
-    if status in (404, 405):
+    reply = client.post("/generate", body)
+    if reply is None:
         return None
-    if status != 200:
-        raise NoVerdict(f"/generate answered {status}: {message(reply)}")
-    reply = reply[0] if isinstance(reply, list) else reply
     tops = reply["meta_info"].get("input_top_logprobs") or []
     if len(tops) != len(ids):
-        raise NoVerdict(f"/generate scored {len(tops)} of {len(ids)} prompt positions")
+        raise NoVerdict(f"/generate scored {len(tops)} of {len(ids)} prompt positions: it gives no scores of prompts")
     return [{entry[1]: entry[0] for entry in top or ()} for top in tops[1:]]
 
 
 def from_completions(client: Client, model: str, ids: list[int], count: int) -> list[Top]:
     """OpenAI's /v1/completions with echo: the same, keyed by token text."""
     body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": count}
-    status, reply = client.post("/v1/completions", body)
-    if status != 200:
-        raise NoVerdict(f"/v1/completions answered {status}: {message(reply)}")
+    reply = client.post("/v1/completions", body)
+    if reply is None:
+        raise NoVerdict(client.missing)
     tops = (reply["choices"][0].get("logprobs") or {}).get("top_logprobs") or []
     if len(tops) < len(ids):
         raise NoVerdict(f"/v1/completions scored {len(tops)} of {len(ids)} prompt positions: it does not echo scores")
     return [top or {} for top in tops[1 : len(ids)]]
-
-
-def message(reply: Any) -> str:
-    if isinstance(reply, dict):
-        error = reply.get("error", reply)
-        return str(error.get("message", error) if isinstance(error, dict) else error)
-    return str(reply)
 
 
 def divergence(reference: Top, measured: Top) -> float:
@@ -133,6 +171,9 @@ def agrees(reference: Top, measured: Top) -> bool:
 def score_prompt(prompt: dict[str, Any], measured: list[Top], texts: dict[str, str] | None) -> dict[str, Any]:
     """Agreement and divergence at each position of one prompt; `texts` maps ids to texts if `measured` has texts."""
     same, kls, pairs = 0, [], zip(prompt["top"], measured[prompt["start"] :], strict=False)
+    most, wanted_most = max(map(len, measured), default=0), max(map(len, prompt["top"]))
+    if 0 < most < wanted_most:  # what it leaves out would be taken as likelier than it is
+        raise NoVerdict(f"prompt {prompt['name']}: the server lists {most} log-probabilities of {wanted_most} at most")
     for reference, got in pairs:
         wanted: Top = dict(reference) if texts is None else {texts[str(t)]: v for t, v in reference}
         if not got:
@@ -155,10 +196,16 @@ def score(client: Client, model: str, panel: dict[str, Any]) -> list[dict[str, A
     rows = []
     for i, prompt in enumerate(panel["prompts"]):
         started = time.monotonic()
-        measured, texts = from_generate(client, prompt["ids"], panel["top_k"]), None
-        if measured is None:
-            measured, texts = from_completions(client, model, prompt["ids"], panel["top_k"]), panel["texts"]
-        rows.append(score_prompt(prompt, measured, texts))
+        try:
+            measured, texts = from_generate(client, prompt["ids"], panel["top_k"]), None
+            if measured is None:
+                measured, texts = from_completions(client, model, prompt["ids"], panel["top_k"]), panel["texts"]
+            rows.append(score_prompt(prompt, measured, texts))
+        except (KeyError, IndexError, TypeError, AttributeError) as e:
+            told = f"{type(e).__name__}: {e}"
+            raise NoVerdict(
+                f"prompt {prompt['name']}: the reply or the panel is not of the known shape ({told})"
+            ) from None
         took = time.monotonic() - started
         print(f"{i + 1}/{len(panel['prompts'])} {prompt['name']}: {took:.1f} s", file=sys.stderr, flush=True)
     return rows
@@ -202,7 +249,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--url", type=web_address, default="http://127.0.0.1:30000", help="server (default: %(default)s)"
     )
     parser.add_argument("--panel", required=True, help="panel made by make_ref_panel.py")
-    parser.add_argument("--out", help="write the score as JSON")
+    parser.add_argument("--out", type=out_file, metavar="FILE", help="write the score as JSON")
     parser.add_argument("--model", default="glm-5.3-flash", help="model name to send (default: %(default)s)")
     parser.add_argument("--min-top1", type=float, default=0.0, help="least agreement for exit code 0")
     parser.add_argument("--max-kl", type=float, default=math.inf, help="largest mean KL for exit code 0")
@@ -225,7 +272,11 @@ def machine() -> dict[str, Any]:
 
 def server_of(client: Client) -> dict[str, Any]:
     """What the server says of itself, where it has /server_info."""
-    status, reply = client.ask("GET", "/server_info")
+    try:
+        status, data = client.ask("GET", "/server_info")
+        reply = json.loads(data)
+    except (NoVerdict, ValueError):
+        return {}
     wanted = ("version", "mode", "device", "model_path", "exllamav3", "torch", "triton")
     return {k: reply[k] for k in wanted if k in reply} if status == 200 and isinstance(reply, dict) else {}
 
@@ -248,6 +299,9 @@ def main(argv: list[str]) -> int:
     except NoVerdict as e:
         print(f"score_ref_panel: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("score_ref_panel: stopped before the end: nothing was scored", file=sys.stderr)
+        return 130
     total = summary(rows)
     print(table(rows, total))
     if args.out:

@@ -11,9 +11,8 @@ known number of tokens a second, --rate wants more: a median gap within 10 % of 
     glm53 serve --scripted bench/steady.jsonl
     python3 bench/stream_rate.py --streams 4 --rate 200 --max-tokens 2000
 
---json writes the figures in the form of
-bench/results, with each stream's arrival curve. Exit code 0: even; 1: not; 2: no verdict (the server failed, or the
-answer was too short).
+--json writes the figures in the form of bench/results, with each stream's arrival curve. Exit code 0: even; 1: not;
+2: no verdict (the server failed, a stream broke off before its end, or the answer was too short).
 """
 
 from __future__ import annotations
@@ -40,11 +39,57 @@ MAX_GAP_OFF = 0.1  # share of one token's time
 MAX_GAP_MS = 50.0
 FEWEST_EVENTS = 60  # so that the last 5 % of the time are several of them
 CURVE = 100
+PROGRESS_S = 10.0
 
 
 def web_address(text: str) -> str:
-    """`text` with a scheme: host:port alone means http."""
-    return text if "://" in text else f"http://{text}"
+    """A server's address: host:port alone means http, and the /v1 at the end of a client's base URL is not part of it.
+
+    Raises ArgumentTypeError."""
+    address = text if "://" in text else f"http://{text}"
+    try:
+        parts = urlsplit(address)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        known = False
+    if not known:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address of a server; http://127.0.0.1:30000 is one")
+    return address.rstrip("/").removesuffix("/v1")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1. Raises ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def out_file(text: str) -> str:
+    """A file that can be written, which is better known before the measurement. Raises ArgumentTypeError."""
+    if os.path.isdir(text) or not os.path.isdir(os.path.dirname(text) or "."):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: its folder is missing, or it is one")
+    return text
+
+
+def reason(status: int, data: bytes) -> str:
+    """An answer that is no success, on one line: its status, what it says, and what to do."""
+    try:
+        words = json.loads(data)
+        words = words.get("error", words)
+        words = words.get("message", words)
+    except (ValueError, AttributeError):
+        words = data.decode(errors="replace")
+    key, path = "give its key with --api-key", "check --url and --model"
+    hint = {301: path, 302: path, 307: path, 308: path, 401: key, 403: key, 404: path, 503: "try later"}.get(status)
+    return f"{status}: {' '.join(str(words).split())[:300]}" + (f" ({hint})" if hint else "")
+
+
+def trouble(url: str, error: Exception) -> str:
+    """A connection that failed, on one line with what to do."""
+    hint = "is the server running there?" if isinstance(error, ConnectionRefusedError) else ""
+    hint = "--timeout waits longer" if isinstance(error, TimeoutError) else hint
+    hint = "does it speak http, not https?" if "SSL" in str(error) else hint
+    return f"{url}: {' '.join(str(error).split()) or type(error).__name__}" + (f" ({hint})" if hint else "")
 
 
 class NoVerdict(Exception):
@@ -58,6 +103,8 @@ class Arrivals:
     events: list[tuple[float, int]] = field(default_factory=list)
     completion_tokens: int = 0
     finish: str = ""
+    whole: bool = False
+    """Its end has come: [DONE] or a finish reason."""
 
 
 @dataclass
@@ -93,14 +140,16 @@ def read_stream(args: argparse.Namespace, out: Arrivals) -> None:
         connection.request("POST", f"{url.path.rstrip('/')}/v1/chat/completions", request_body(args), headers)
         reply = connection.getresponse()
         if reply.status != 200:
-            raise NoVerdict(f"the server answered {reply.status}: {reply.read(300).decode(errors='replace')}")
+            raise NoVerdict(f"the server answered {reason(reply.status, reply.read(4000))}")
         while line := reply.readline():
-            if line.startswith(b"data: ") and not note(line[6:], time.perf_counter() - started, out):
+            if line.startswith(b"data:") and not note(line[5:], time.perf_counter() - started, out):
                 break
     except (OSError, http.client.HTTPException) as e:
-        raise NoVerdict(f"{args.url}: {e or type(e).__name__}") from None
+        raise NoVerdict(trouble(args.url, e)) from None
     finally:
         connection.close()
+    if not out.whole:
+        raise NoVerdict(f"a stream broke off after {len(out.events)} events, before its end: see the server's log")
 
 
 def request_body(args: argparse.Namespace) -> bytes:
@@ -118,23 +167,34 @@ def request_body(args: argparse.Namespace) -> bytes:
 
 
 def note(data: bytes, now: float, out: Arrivals) -> bool:
-    """Take one event in; False at the end of the stream."""
+    """Take one event in; False at the end of the stream. Raises NoVerdict."""
     if data.strip() == b"[DONE]":
+        out.whole = True
         return False
-    event = json.loads(data)
-    if event.get("error"):
-        raise NoVerdict(f"the stream ended with an error: {event['error'].get('message')}")
-    if event.get("usage"):
-        out.completion_tokens = event["usage"].get("completion_tokens", 0)
-    for choice in event.get("choices", ()):
-        delta = choice.get("delta", {})
-        text = (delta.get("reasoning_content") or "") + (delta.get("content") or "")
-        for call in delta.get("tool_calls") or ():
-            text += call.get("function", {}).get("arguments") or ""
-        if text:
-            out.events.append((now, len(text)))
-        out.finish = choice.get("finish_reason") or out.finish
+    try:
+        event = json.loads(data)
+        if event.get("error"):
+            error = event["error"]
+            words = error.get("message", error) if isinstance(error, dict) else error
+            raise NoVerdict(f"the stream ended with an error: {' '.join(str(words).split())[:300]}")
+        if event.get("usage"):
+            out.completion_tokens = event["usage"].get("completion_tokens") or 0
+        for choice in event.get("choices") or ():
+            size = size_of(choice.get("delta") or {})
+            if size:
+                out.events.append((now, size))
+            out.finish = choice.get("finish_reason") or out.finish
+    except (ValueError, AttributeError, TypeError):
+        words = data[:100].decode(errors="replace").strip()
+        raise NoVerdict(f"the server sent what is no event of a chat: {words!r}") from None
+    out.whole = out.whole or bool(out.finish)
     return True
+
+
+def size_of(delta: dict[str, Any]) -> int:
+    """Characters of text in a part of an answer."""
+    calls = ((call.get("function") or {}).get("arguments") for call in delta.get("tool_calls") or ())
+    return sum(len(text or "") for text in (delta.get("reasoning_content"), delta.get("content"), *calls))
 
 
 def judge(arrivals: Arrivals, rate: float = 0.0) -> Verdict:
@@ -143,7 +203,8 @@ def judge(arrivals: Arrivals, rate: float = 0.0) -> Verdict:
     Raises NoVerdict if it is too short."""
     events = arrivals.events
     if len(events) < FEWEST_EVENTS:
-        raise NoVerdict(f"only {len(events)} events with text; {FEWEST_EVENTS} are needed (try --ignore-eos)")
+        more = "try --ignore-eos" if arrivals.finish != "length" else "a larger --max-tokens gives more"
+        raise NoVerdict(f"only {len(events)} events with text; {FEWEST_EVENTS} are needed ({more})")
     first, last = events[0][0], events[-1][0]
     span = max(last - first, 1e-9)
     total = sum(n for _, n in events)
@@ -202,11 +263,14 @@ def measure(args: argparse.Namespace) -> list[Verdict]:
         except NoVerdict as e:
             failures.append(e)
 
-    threads = [threading.Thread(target=work, args=(a,)) for a in arrivals]
+    threads = [threading.Thread(target=work, args=(a,), daemon=True) for a in arrivals]
+    started = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        while thread.join(PROGRESS_S) or thread.is_alive():
+            events, passed = sum(len(a.events) for a in arrivals), time.perf_counter() - started
+            print(f"{passed:.0f} s: {events} events of {len(arrivals)} stream(s)", file=sys.stderr, flush=True)
     if failures:
         raise failures[0]
     return [judge(a, args.rate) for a in arrivals]
@@ -234,15 +298,15 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--model", default="glm-5.3-flash", help="model name to send (default: %(default)s)")
     parser.add_argument("--prompt", default=PROMPT, help="what to ask")
-    parser.add_argument("--max-tokens", type=int, default=400, help="tokens per stream (default: %(default)s)")
-    parser.add_argument("--streams", type=int, default=1, help="streams at the same time (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=400, help="tokens per stream (default: %(default)s)")
+    parser.add_argument("--streams", type=positive, default=1, help="streams at the same time (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=0.0, help="tokens/s that the engine makes of each stream")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
     parser.add_argument("--ignore-eos", action="store_true", help="ask for all of --max-tokens")
     parser.add_argument("--api-key", default="", help="sent as a bearer token")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds without a byte (default: %(default)s)")
     parser.add_argument(
-        "--json", "--out", metavar="FILE", help="write the figures to FILE (- = standard output, no table)"
+        "--json", "--out", type=out_file, metavar="FILE", help="write the figures there (- = standard output, no table)"
     )
     return parser.parse_args(argv)
 
@@ -305,7 +369,7 @@ def bars_of(rate: float, verdicts: list[Verdict]) -> dict[str, Any]:
         off = max(gap_off(v.gap_median_ms, rate) for v in verdicts)
         says = f"{len(verdicts)} streams of an engine that makes {rate:g} tokens/s of each: "
         bar("gap_off", round(off, 4), MAX_GAP_OFF, says=says + "median gap, share it is off one token's time")
-        bar("gap_max_ms", max(v.gap_max_ms for v in verdicts), MAX_GAP_MS, says="the same: largest gap", unit="ms")
+        bar("gap_max_ms", max(v.gap_max_ms for v in verdicts), MAX_GAP_MS, says=says + "largest gap", unit="ms")
     return bars
 
 
@@ -316,6 +380,9 @@ def main(argv: list[str]) -> int:
     except NoVerdict as e:
         print(f"stream_rate: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stream_rate: stopped before the end: nothing was measured", file=sys.stderr)
+        return 130
     even = all(v.even for v in verdicts)
     figures = json.dumps(record_of(args, argv, verdicts), indent=1)
     if args.json == "-":

@@ -9,7 +9,8 @@ of --reps. Decode: --conc greedy answers at once, each to its natural end (at mo
 from the first request to the last token, the median of --dec-reps. Without --no-early-exit a cell stops once two runs
 agree within 2 %. Works with SGLang-shaped servers (/generate) and OpenAI-shaped ones (/v1/completions with token ids).
 
-Exit code 0: every cell was measured; 2: the server failed. What was measured until then is written all the same.
+A cell that the server refuses, a prompt too long for its context say, is named and left out. Exit code 0: every cell
+was measured; 2: not, or the server failed. What was measured is written all the same.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -46,12 +47,61 @@ QUESTIONS = (
 
 
 def web_address(text: str) -> str:
-    """`text` with a scheme: host:port alone means http."""
-    return text if "://" in text else f"http://{text}"
+    """A server's address: host:port alone means http, and the /v1 at the end of a client's base URL is not part of it.
+
+    Raises ArgumentTypeError."""
+    address = text if "://" in text else f"http://{text}"
+    try:
+        parts = urlsplit(address)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        known = False
+    if not known:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address of a server; http://127.0.0.1:30000 is one")
+    return address.rstrip("/").removesuffix("/v1")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1. Raises ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def out_file(text: str) -> str:
+    """A file that can be written, which is better known before the measurement. Raises ArgumentTypeError."""
+    if os.path.isdir(text) or not os.path.isdir(os.path.dirname(text) or "."):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: its folder is missing, or it is one")
+    return text
+
+
+def reason(status: int, data: bytes) -> str:
+    """An answer that is no success, on one line: its status, what it says, and what to do."""
+    try:
+        words = json.loads(data)
+        words = words.get("error", words)
+        words = words.get("message", words)
+    except (ValueError, AttributeError):
+        words = data.decode(errors="replace")
+    key, path = "give its key with --api-key", "check --url and --model"
+    hint = {301: path, 302: path, 307: path, 308: path, 401: key, 403: key, 404: path, 503: "try later"}.get(status)
+    return f"{status}: {' '.join(str(words).split())[:300]}" + (f" ({hint})" if hint else "")
+
+
+def trouble(url: str, error: Exception) -> str:
+    """A connection that failed, on one line with what to do."""
+    hint = "is the server running there?" if isinstance(error, ConnectionRefusedError) else ""
+    hint = "--timeout waits longer" if isinstance(error, TimeoutError) else hint
+    hint = "does it speak http, not https?" if "SSL" in str(error) else hint
+    return f"{url}: {' '.join(str(error).split()) or type(error).__name__}" + (f" ({hint})" if hint else "")
 
 
 class Failure(Exception):
     """The server could not be measured; the text says why."""
+
+
+class Refused(Failure):
+    """The server will not have this request, of a prompt that is too long for its context, say; others it may."""
 
 
 @dataclass
@@ -102,7 +152,7 @@ class Client:
             return connection, connection.getresponse()
         except (OSError, http.client.HTTPException) as e:
             connection.close()
-            raise Failure(f"{self.url}: {e or type(e).__name__}") from None
+            raise Failure(trouble(self.url, e)) from None
 
     def get(self, path: str) -> dict[str, Any]:
         """The JSON object at `path`, or {} where the server has none."""
@@ -116,24 +166,48 @@ class Client:
         return found if isinstance(found, dict) else {}
 
     def events(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
-        """The JSON events of a stream. Raises Failure; a missing route gives Failure with "404" in it."""
+        """The JSON events of a stream that comes to its end. Raises Failure; a missing route gives one with "404"."""
         connection, reply = self.open("POST", path, {**body, "stream": True})
+        whole = False
         try:
             if reply.status != 200:
-                raise Failure(f"{path} answered {reply.status}: {reply.read(300).decode(errors='replace')}")
+                kind = Refused if reply.status in (400, 413, 422) else Failure
+                raise kind(f"{path} answered {reason(reply.status, reply.read(4000))}")
             while line := reply.readline():
-                if not line.startswith(b"data: "):
+                if not line.startswith(b"data:"):
                     continue
-                if line[6:].strip() == b"[DONE]":
+                if line[5:].strip() == b"[DONE]":
                     return
-                event = json.loads(line[6:])
-                if event.get("error"):
-                    raise Failure(f"{path}: the stream ended with an error: {event['error']}")
+                event = event_of(path, line[5:])
+                whole = whole or finish_of(event) != ""
                 yield event
-        except (OSError, ValueError, http.client.HTTPException) as e:
-            raise Failure(f"{path}: {e or type(e).__name__}") from None
+        except (OSError, http.client.HTTPException) as e:
+            raise Failure(f"{path}: {trouble(self.url, e)}") from None
         finally:
             connection.close()
+        if not whole:
+            raise Failure(f"{path}: a stream broke off before its end: see the server's log")
+
+
+def event_of(path: str, data: bytes) -> dict[str, Any]:
+    """One event of a stream. Raises Failure if it is none, or tells of an error."""
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise Failure(f"{path}: this is no event of a stream: {data[:100].decode(errors='replace').strip()!r}")
+    if error := event.get("error"):
+        words = error.get("message", error) if isinstance(error, dict) else error
+        raise Failure(f"{path}: the stream ended with an error: {' '.join(str(words).split())[:300]}")
+    return event
+
+
+def finish_of(event: dict[str, Any]) -> str:
+    """Why the answer ended, where the event says so; "" where it goes on."""
+    ends = [(event.get("meta_info") or {}).get("finish_reason")]
+    ends += [choice.get("finish_reason") for choice in event.get("choices") or ()]
+    return next((str(end) for end in ends if end), "")
 
 
 class Prefill:
@@ -154,8 +228,10 @@ class Prefill:
             body = {"model": self.client.model, "prompt": ids, "max_tokens": 1, "ignore_eos": True, "temperature": 0}
         started = time.perf_counter()
         first = None
-        for _ in self.client.events(self.path, body):
-            first = first or time.perf_counter()
+        for event in self.client.events(self.path, body):
+            texts = [event.get("text"), *(choice.get("text") for choice in event.get("choices") or ())]
+            if any(texts) or finish_of(event) or (event.get("meta_info") or {}).get("completion_tokens"):
+                first = first or time.perf_counter()  # an event before the first token is not counted
         if first is None:
             raise Failure(f"{self.path}: a prompt of {tokens} tokens got no answer")
         return PrefillRun(tokens, first - started)
@@ -189,13 +265,13 @@ def take(client: Client, question: str, args: argparse.Namespace, out: Answer) -
     chunks = 0
     for event in client.events(path, body):
         now = time.perf_counter()
-        for choice in event.get("choices", ()):
+        for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
             if choice.get("text") or any(delta.get(k) for k in ("content", "reasoning_content", "tool_calls")):
                 out.first, out.last, chunks = out.first or now, now, chunks + 1
             out.finish = choice.get("finish_reason") or out.finish
         if event.get("usage"):
-            out.tokens = event["usage"].get("completion_tokens", 0)
+            out.tokens = event["usage"].get("completion_tokens") or 0
     out.tokens = out.tokens or chunks
     if not out.tokens or not out.first:
         raise Failure(f"{path}: an answer had no tokens")
@@ -212,7 +288,7 @@ def decode(client: Client, streams: int, questions: Iterator[str], args: argpars
         except Failure as e:
             failures.append(e)
 
-    threads = [threading.Thread(target=work, args=(a, next(questions))) for a in answers]
+    threads = [threading.Thread(target=work, args=(a, next(questions)), daemon=True) for a in answers]
     started = time.perf_counter()
     for thread in threads:
         thread.start()
@@ -231,6 +307,16 @@ def agree(rates: list[float]) -> bool:
 
 def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def fill(record: dict[str, Any], kind: str, size: int, measure: Callable[[int], dict[str, Any]]) -> None:
+    """One cell of the record; one that the server refuses is noted, and the others may still be measured."""
+    say(f"{kind} {size}")
+    try:
+        record["raw"][kind].append(measure(size))
+    except Refused as e:
+        say(f"{kind} {size}: {e}")
+        record.setdefault("refused", {})[f"{kind} {size}"] = str(e)
 
 
 def prefill_cell(prefill: Prefill, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -264,10 +350,10 @@ def sweep(args: argparse.Namespace, record: dict[str, Any]) -> None:
     say("warm-up")
     prefill.run(64)
     for tokens in args.prefill:
-        record["raw"]["prefill"].append(prefill_cell(prefill, tokens, args))
+        fill(record, "prefill", tokens, lambda n: prefill_cell(prefill, n, args))
     questions = itertools.cycle(QUESTIONS)
     for streams in args.conc:
-        record["raw"]["decode"].append(decode_cell(client, streams, questions, args))
+        fill(record, "decode", streams, lambda n: decode_cell(client, n, questions, args))
 
 
 def machine(card: str) -> dict[str, Any]:
@@ -296,8 +382,11 @@ def table(record: dict[str, Any]) -> str:
         lines.append(f"prefill {cell['tokens']:>7} tokens  {cell['tok_s']:>9.1f} tok/s   ({spread})")
     for cell in record["raw"]["decode"]:
         spread = ", ".join(f"{r['tokens']} tokens in {r['wall_s']:.2f} s" for r in cell["runs"])
+        cut = sum(cell["streams"] - r["finished"] for r in cell["runs"])
+        spread += f"; {cut} answer(s) cut at --max-tokens" if cut else ""
         lines.append(f"decode  {cell['streams']:>7} streams {cell['tok_s']:>9.2f} tok/s   ({spread})")
-    return "\n".join(lines)
+    lines += [f"{name}: not measured: {why}" for name, why in record.get("refused", {}).items()]
+    return "\n".join(line for line in lines if line)
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -308,12 +397,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--card", default="", help="machine and model, for the record")
     parser.add_argument("--config", default="", help="version and mode, for the record")
     parser.add_argument("--template", choices=("glm", "raw"), default="glm", help="decode through chat, or bare text")
-    parser.add_argument("--prefill", type=int, nargs="*", default=[8192], help="prompt lengths in tokens")
-    parser.add_argument("--conc", type=int, nargs="*", default=[1], help="numbers of streams at once")
-    parser.add_argument("--reps", type=int, default=3, help="prompts a length (default: %(default)s)")
-    parser.add_argument("--dec-reps", type=int, default=2, help="rounds a number of streams (default: %(default)s)")
+    parser.add_argument("--prefill", type=positive, nargs="*", default=[8192], help="prompt lengths in tokens")
+    parser.add_argument("--conc", type=positive, nargs="*", default=[1], help="numbers of streams at once")
+    parser.add_argument("--reps", type=positive, default=3, help="prompts a length (default: %(default)s)")
+    parser.add_argument("--dec-reps", type=positive, default=2, help="rounds of streams (default: %(default)s)")
     parser.add_argument("--no-early-exit", action="store_true", help="do all repetitions even if two agree")
-    parser.add_argument("--max-tokens", type=int, default=2048, help="cap on an answer (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=2048, help="cap on an answer (default: %(default)s)")
     parser.add_argument(
         "--vocab", type=int, default=0, help="draw random tokens below this id (default: ask the server)"
     )
@@ -321,7 +410,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", default="glm-5.3-flash", help="model name to send (default: %(default)s)")
     parser.add_argument("--api-key", default="", help="sent as a bearer token")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds without a byte (default: %(default)s)")
-    parser.add_argument("--out", help="write the figures as JSON")
+    parser.add_argument("--out", type=out_file, metavar="FILE", help="write the figures as JSON")
     return parser.parse_args(argv)
 
 
@@ -343,8 +432,13 @@ def main(argv: list[str]) -> int:
     except Failure as e:
         print(f"sweep: {e}", file=sys.stderr)
         record["failure"], code = str(e), 2
+    except KeyboardInterrupt:
+        print("sweep: stopped before the end", file=sys.stderr)
+        record["failure"], code = "stopped before the end", 130
+    code = code or (2 if "refused" in record else 0)
     record["bars"] = figures(record["raw"])
-    print(table(record))
+    if told := table(record):
+        print(told)
     if args.out:
         with open(args.out, "w", encoding="utf-8") as f:
             json.dump(record, f, indent=1)
