@@ -84,6 +84,8 @@ class HostDevice : public Device {
     // Makes the n-th next pin chunk (0 = the next one) fail once; negative: none.
     virtual void fail_pin_after(int chunks) = 0;
     virtual void fail_next_alloc() = 0;
+    // The same as fail_pin_after for copies; one that fails is not queued.
+    virtual void fail_copy_after(int copies) = 0;
     virtual void defer(bool on) = 0;  // switching it off runs what is queued
     // Executes the oldest runnable operation of `stream`; false if none was runnable.
     virtual bool step(StreamHandle stream) = 0;

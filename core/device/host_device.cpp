@@ -125,6 +125,11 @@ class SteppableHostDevice final : public HostDevice {
         fail_next_alloc_ = true;
     }
 
+    void fail_copy_after(int copies) override {
+        const std::lock_guard lock(mutex_);
+        fail_copy_after_ = copies;
+    }
+
     void defer(bool on) override {
         const std::lock_guard lock(mutex_);
         deferred_ = on;
@@ -174,6 +179,9 @@ class SteppableHostDevice final : public HostDevice {
 
     void copy_piece(void* dst, const void* src, std::size_t bytes, StreamHandle stream) override {
         const std::lock_guard lock(mutex_);
+        if (fail_copy_after_ >= 0 && fail_copy_after_-- == 0) {
+            throw DeviceFailure("host device: copying " + std::to_string(bytes) + " bytes failed as asked");
+        }
         Operation op;
         op.kind = Operation::Kind::Copy;
         op.dst = dst;
@@ -217,7 +225,7 @@ class SteppableHostDevice final : public HostDevice {
     const std::uint64_t total_bytes_;
     mutable std::mutex mutex_;
     bool deferred_ = false, fail_next_alloc_ = false;
-    int fail_pin_after_ = -1;
+    int fail_pin_after_ = -1, fail_copy_after_ = -1;
     std::size_t allocated_ = 0;
     std::unordered_map<void*, std::size_t> allocations_;
     std::unordered_map<EventHandle, std::shared_ptr<Event>> events_;

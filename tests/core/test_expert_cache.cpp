@@ -196,6 +196,30 @@ TEST_CASE("lending waits for loads in its segment and refuses pinned slots, chan
     CHECK(rig.cache->stats().empty == 4);
 }
 
+TEST_CASE("a copy that could not be queued leaves no slot that looks resident") {
+    Rig rig(1, 8, 4);
+    SUBCASE("of an admission: those before it stay") {
+        rig.device->fail_copy_after(4);  // of three parts an expert: the second expert's second
+        CHECK_THROWS_AS(rig.step(0, {1, 2, 3}), DeviceFailure);
+        CHECK(rig.cache->slot_of(0, 1) == 0);
+        CHECK(rig.cache->stats().resident == 1);
+    }
+    SUBCASE("of a refill") {
+        for (int e = 1; e < 4; ++e) rig.heat_up(0, e, e);
+        rig.device->fail_copy_after(1);
+        CHECK_THROWS_AS(rig.cache->refill(3, kCopy, kCompute), DeviceFailure);
+        CHECK(rig.cache->poll() == 0);
+        CHECK(rig.cache->slot_of(0, 1) == -1);
+        CHECK(rig.cache->stats().resident == 0);
+    }
+    CHECK(rig.cache->slot_of(0, 2) == -1);
+    CHECK(rig.cache->slot_of(0, 3) == -1);
+    for (int e = 0; e < 8; ++e) CHECK(rig.reads_right(0, e));
+    rig.step(0, {1, 2, 3, 4});  // all slots are to be had again
+    CHECK(rig.cache->stats().resident == 4);
+    for (int e = 0; e < 8; ++e) CHECK(rig.reads_right(0, e));
+}
+
 TEST_CASE("verify finds the slot and part that differ from home") {
     Rig rig(1, 8, 4);
     rig.step(0, {0, 1, 2});

@@ -357,6 +357,25 @@ TEST_CASE("expert runtime: lent slots leave the tables, come back empty and refi
     CHECK(w.runtime->verify(&w.compute).empty());
 }
 
+TEST_CASE("expert runtime: refill says that it is done when no copy is left to start or to publish") {
+    World w(1, 12, 12);
+    const std::vector<std::int64_t> picks{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10};
+    w.runtime->prompt(0, picks.data(), 11, 11, &w.compute);
+    SUBCASE("copies that are done at once: more are to be started") {}
+    SUBCASE("copies that take their time: they are to be published") {
+        w.device->defer(true);
+        CHECK(w.runtime->refill(2, &w.compute, &w.copy) == 2);
+        CHECK(w.runtime->refill(0, &w.compute, &w.copy) == 2);
+        w.device->defer(false);
+    }
+    int calls = 0;
+    while (w.runtime->refill(2, &w.compute, &w.copy) > 0) REQUIRE(++calls < 12);
+    const auto slots = w.runtime->residency(&w.compute);
+    for (int e = 0; e < 11; ++e) CHECK(slots[e] >= 0);
+    CHECK(slots[11] == -1);  // never picked
+    CHECK(w.wrong() == 0);
+}
+
 TEST_CASE("expert runtime: memory that is not there any more leaves slots lent") {
     World w(1, 8, 8, 4);
     CHECK(w.runtime->lend(8 * kStride, &w.compute) == 8 * kStride);
