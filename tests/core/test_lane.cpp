@@ -1,6 +1,9 @@
 // The CPU lane: results bit for bit those of CpuMoe over thousands of ragged jobs, and what happens when workers stall,
 // die or meet nonsense. Small enough for the sanitizers.
 #include <doctest/doctest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -257,6 +260,47 @@ TEST_CASE("a limit that races with the last worker: a job gets one verdict, and 
     CHECK(different == 0);
     CHECK(changed == 0);
 }
+
+#if !defined(__SANITIZE_THREAD__)  // it does not follow a fork
+// Runs in a process of its own, which stops itself inside a job. 0: the job was done nevertheless.
+int stopped_in_a_job() {
+    const World world;
+    LaneOptions options = quick(2);
+    options.limit = 2s;
+    options.on_job = [](int worker, std::uint32_t number) {
+        if (worker != 0 || number != 2) return;
+        const auto begin = std::chrono::steady_clock::now();
+        kill(getpid(), SIGSTOP);  // this thread may run on for a moment
+        while (std::chrono::steady_clock::now() - begin < 2500ms) std::this_thread::sleep_for(1ms);
+        std::this_thread::sleep_for(100ms);  // the watchdog looks while the job is not done yet
+    };
+    CpuLane lane(world.tables(), world.block(), options);
+    LanePublisher publisher(world.arena.data(), kHidden);
+    const Job job = one_pick(2);
+    for (int i = 0; i < 2; ++i) {
+        publisher.publish(job.request());
+        if (publisher.await(20s) != LaneVerdict::kOk) return 1;
+        std::this_thread::sleep_for(50ms);  // the watchdog has begun
+    }
+    return lane.failed() ? 1 : 0;
+}
+
+TEST_CASE("time in which the process was stopped is no worker's fault") {
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(100);
+        _exit(stopped_in_a_job());
+    }
+    REQUIRE(child > 0);
+    int status = 0;
+    REQUIRE(waitpid(child, &status, WUNTRACED) == child);
+    REQUIRE(WIFSTOPPED(status));
+    std::this_thread::sleep_for(3s);
+    kill(child, SIGCONT);
+    REQUIRE(waitpid(child, &status, 0) == child);
+    CHECK(status == 0);
+}
+#endif
 
 TEST_CASE("the limit of two seconds holds with the settings as they are") {
     CHECK(LaneOptions{}.limit + 10 * LaneOptions{}.poll < 2s);
