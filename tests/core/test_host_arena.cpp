@@ -71,6 +71,15 @@ TEST_CASE("nothing can store into a sealed arena") {
     close(zero);
 }
 
+TEST_CASE("behind an arena nothing can be read or written: an overrun never meets the next one") {
+    const HostArena arena(4096, "alone");
+    const int zero = open("/dev/zero", O_RDONLY);
+    CHECK(read(zero, arena.data() + kHugePageBytes - 1, 1) == 1);
+    CHECK(read(zero, arena.data() + kHugePageBytes, 1) == -1);
+    CHECK(errno == EFAULT);
+    close(zero);
+}
+
 #if !defined(__SANITIZE_THREAD__)  // its runtime maps memory of its own in a child, into the very hole
 TEST_CASE("a child process does not get the arena's pages") {
     HostArena arena(4096, "mine");

@@ -61,6 +61,15 @@ def test_top_k_keeps_the_k_best() -> None:
     assert set(draws(2000, logits, top_k=3)) == set(np.argsort(-logits)[:3].tolist())
 
 
+@pytest.mark.parametrize("slope", [0.0, 1e-4, 0.01, 1.0])
+def test_top_p_over_a_large_vocabulary_is_that_of_a_full_sort(slope: float) -> None:
+    """Only some hundreds of candidates are sorted where these are enough: not where the row is flat."""
+    logits = -slope * np.arange(3000, dtype=np.float32)
+    mass = np.cumsum(softmax(logits))
+    ids, _ = cut(logits, params(top_p=0.9))
+    assert ids.tolist() == list(range(int(np.searchsorted(mass, 0.9 - 1e-9)) + 1))
+
+
 def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
     for top_p, kept in ((0.4, 1), (0.5, 1), (0.6, 2), (0.9, 3), (0.96, 4), (1.0, 4), (0.0, 1)):
