@@ -235,6 +235,16 @@ def test_cancel_during_prefill_frees_the_place_soon() -> None:
         e.close()
 
 
+def test_prompts_are_read_in_turn_so_that_a_short_one_need_not_wait_for_a_long_one() -> None:
+    e = load(prefill_chunk=32, max_streams=2, prefix_cache_bytes=0)
+    try:
+        long, short = gather(generate(e, request(random_ids(1500, 4), 2)), generate(e, request(random_ids(60, 5), 2)))
+        assert short.usage.submitted_s > long.usage.submitted_s
+        assert short.usage.first_token_s < long.usage.first_token_s
+    finally:
+        e.close()
+
+
 def test_the_readers_task_being_dropped_does_not_hurt(engine: CpuEngine) -> None:
     async def scenario() -> None:
         stream = engine.submit(request(n=300))
