@@ -21,6 +21,8 @@ Every figure that the documents of this repository state is here, with the comma
 and the versions; the raw figures are in the file of [bench/results](../bench/results) named beside it. A bar is a
 figure with a limit that was set before it was measured. `python3 bench/report.py` draws the same files as plots.
 """
+TELLING = ("trace", "slots", "rows", "tokens", "streams", "rate")
+"""Settings by which results of one kind are told apart."""
 NAMES = {"tok/s": "tokens/s", "times": "x", "×": "x", "seconds": "s", "µs": "us"}
 
 
@@ -31,7 +33,8 @@ def markdown(results: Results, known: dict[str, Any], given: Sequence[dict[str, 
     parts = [HEAD, f"{sum(b['ok'] for b in limits)} of {len(limits)} recorded bars are met.\n"]
     parts.append("## Not met\n\n" + (not_met(bars, known) or "Nothing that was measured.\n"))
     parts.append("## Not measured yet\n\n" + (not_measured(unmeasured(results, known)) or "Nothing that is wanted.\n"))
-    parts += [section(name, result, known) for name, result in results]
+    titles = titles_of(results)
+    parts += [section(name, title, r, known) for (name, r), title in zip(results, titles, strict=True)]
     rows = [[g["figure"], g["is"], f"`{g['source']}`"] for g in given]
     parts.append("## Figures that are no measurements\n\nSizes, requirements and settings.\n")
     parts.append(table(["figure", "what it is", "stated in"], rows))
@@ -46,7 +49,10 @@ def as_bar(value: Any) -> dict[str, Any]:
 def wanted(bar: dict[str, Any]) -> str:
     """The limit with its direction, which a bare number leaves to the verdict beside it."""
     want, value = bar.get("want", ""), bar["value"]
-    if isinstance(want, bool | str) or value == want:
+    if isinstance(want, str):
+        sign, _, number = want.partition(" ")
+        return f"{sign} {figure(float(number))}" if sign in ("<=", ">=") else want
+    if isinstance(want, bool) or value == want:
         return figure(want)
     below = bar.get("less_is_better", (value < want) == bar["ok"])
     return f"{'<=' if below else '>='} {figure(want)}"
@@ -58,8 +64,16 @@ def unmeasured(results: Results, known: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in known.items() if v.get("wanted") and k not in recorded}
 
 
-def title_of(result: dict[str, Any]) -> str:
-    return str(result["what"][:1].upper() + result["what"][1:])
+def titles_of(results: Results) -> list[str]:
+    """A heading for each result; those of one kind are told apart by the settings that differ, or by their file."""
+    headings = []
+    for name, result in results:
+        alike = [r.get("settings") or {} for _, r in results if r["what"] == result["what"]]
+        held = result.get("settings") or {}
+        keys = [k for k in TELLING if len({str(s.get(k)) for s in alike}) > 1 and held.get(k)]
+        apart = [", ".join(f"{k} {figure(held[k])}" for k in keys)] if keys else [name] if len(alike) > 1 else []
+        headings.append(" - ".join([str(result["what"][:1].upper() + result["what"][1:]), *apart]))
+    return [h if headings.count(h) == 1 else f"{h} - {name}" for h, (name, _) in zip(headings, results, strict=True)]
 
 
 def versions_of(result: dict[str, Any]) -> str:
@@ -112,13 +126,13 @@ def machine_of(result: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def section(name: str, result: dict[str, Any], known: dict[str, Any]) -> str:
+def section(name: str, title: str, result: dict[str, Any], known: dict[str, Any]) -> str:
     """One result: its origin, its bars, the figures of its plots."""
     day = re.match(r"\d{4}-\d\d-\d\d", name)
     origin = [("command", f"`{result['command']}`"), ("file", f"`{name}`"), ("day", day.group() if day else "-"),
               ("machine", machine_of(result)), ("versions", versions_of(result)),
               ("limits", result.get("limits", ""))]  # fmt: skip
-    parts = [f"## {title_of(result)}\n", table(["", ""], [[k, v] for k, v in origin if v])]
+    parts = [f"## {title}\n", table(["", ""], [[k, v] for k, v in origin if v])]
     rows = []
     for key, bar in ((k, as_bar(v)) for k, v in (result.get("bars") or {}).items()):
         *figures, says = bar_row(key, bar, known)

@@ -1,4 +1,4 @@
-"""Plots of `report.py`: what is drawn of a result, and the drawing, as SVG. Standard library only.
+"""Plots of `report.py`: what is drawn of a result; how: report_draw.py. Standard library only.
 
 A result may bring `plots`, a list of {"kind": "bars" | "lines" | "stack", "title", "unit", "x": [labels or numbers],
 "series": {name: [numbers or null]}, "note"}; "stack" piles the series up, for time by cause. Results whose raw figures
@@ -7,26 +7,33 @@ have a known shape are drawn without being asked: `known_plots`.
 
 from __future__ import annotations
 
-import html
 import itertools
 import json
 import math
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from exact_bars import step_key
+from fast_bars import floor_s
 
-WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 620, 300, 58, 24, 40, 22
-LEGEND_ROW = 20
 GB = 1e9
 FLOOR_PARTS = (
     "link_gb_s", "moe_layers", "expert_bytes", "misses1", "misses4", "decode1_tok_s", "decode4_tok_s",
 )  # fmt: skip
 """What a step is made of by `gpu_exact.py`; a run that ended early lacks some of it."""
 KINDS = ("bars", "lines", "stack")
+FLOOR_NOTE = (
+    "The floor: what a step takes with every expert in VRAM, and then the bytes that are missing, at the rate that was "
+    "measured for the link (exact), or for the link and the CPU's memory together (fast)."
+)
+LAYER_PARTS = {
+    "before": "attention and norms", "router": "router", "decide": "policy, split, admitted copies",
+    "experts": "experts, PCIe reads in them", "cpu": "waiting for the CPU lane", "once": "once a step",
+}  # fmt: skip
+LAYER_NOTE = "Once a step: sampling, head, embedding, the host between two steps; it is seen before the first layer."
 
 
 class BadResult(Exception):
@@ -44,7 +51,7 @@ class Plot:
     series: dict[str, list[float | None]]
     note: str = ""
     axis: str = ""
-    """What x counts, for lines."""
+    """What x counts."""
 
     @classmethod
     def read(cls, given: dict[str, Any], where: str) -> Plot:
@@ -67,11 +74,6 @@ class Plot:
         return max((v for column in columns for v in column if v is not None), default=0)
 
 
-def text(value: Any) -> str:
-    """Anything as words of the page."""
-    return html.escape(str(value))
-
-
 def figure(value: Any) -> str:
     """A number as people read it: four significant digits, whole numbers whole."""
     if isinstance(value, bool):
@@ -83,116 +85,12 @@ def figure(value: Any) -> str:
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.1f}"
 
 
-def ticks(top: float) -> list[float]:
-    """Round values from 0 to at least `top`, three to six of them."""
-    if top <= 0:
-        return [0.0, 1.0]
-    step = 10.0 ** math.floor(math.log10(top))
-    step = next(s for s in (step / 5, step / 2, step, step * 2) if top / s <= 5)
-    return [step * i for i in range(math.ceil(top / step - 1e-9) + 1)]
-
-
-def draw(plot: Plot) -> str:
-    """The plot as SVG, with a title that screen readers speak. Colours are classes of the page's style."""
-    scale = ticks(plot.top)
-    high, wide = HEIGHT - BOTTOM - TOP, WIDTH - LEFT - RIGHT
-    rows = legend_rows(plot.series)
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT + LEGEND_ROW * len(rows)}" role="img">']
-    parts.append(f"<title>{text(plot.title)}</title>")
-    for value in scale:
-        y = TOP + high - high * value / scale[-1]
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-        parts.append(f'<text x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{figure(value)}</text>')
-    parts.append(f'<text x="4" y="{TOP - 10}" class="unit">{text(plot.unit)}</text>')
-    parts += lines(plot, high, wide, scale[-1]) if plot.kind == "lines" else columns(plot, high, wide, scale[-1])
-    for i, row in enumerate(rows):
-        for j, name, x in row:
-            y = HEIGHT + 4 + LEGEND_ROW * i
-            parts.append(f'<rect x="{x:.0f}" y="{y}" width="11" height="11" rx="2" class="c{j % 8}"/>')
-            parts.append(f'<text x="{x + 16:.0f}" y="{y + 10}">{text(name)}</text>')
-    return "".join(parts) + "</svg>"
-
-
-def legend_rows(names: Sequence[str] | dict[str, Any]) -> list[list[tuple[int, str, float]]]:
-    """(index, name, x) of each entry, in rows that fit the width; a letter is taken as 7 units wide."""
-    rows: list[list[tuple[int, str, float]]] = [[]]
-    x = float(LEFT)
-    for j, name in enumerate(names):
-        wide = 34 + 7 * len(name)
-        if rows[-1] and x + wide > WIDTH:
-            rows.append([])
-            x = LEFT
-        rows[-1].append((j, name, x))
-        x += wide
-    return rows
-
-
-def words_at(x: float, y: float, words: str, style: str = "") -> str:
-    """Words centred at a place."""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle" class="{style}">{words}</text>'
-
-
-def label(x: float, words: Any, row: int = 0) -> str:
-    """Words below the axis."""
-    y = HEIGHT - BOTTOM + 17 + 14 * row
-    return f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{text(words)}</text>'
-
-
-def columns(plot: Plot, high: float, wide: float, top: float) -> list[str]:
-    """Bars side by side with their values, or piled up for "stack"."""
-    parts, piled = [], plot.kind == "stack"
-    slot = wide / max(1, len(plot.x))
-    width = min(slot * 0.8 / (1 if piled else max(1, len(plot.series))), 76)
-    for i, words in enumerate(plot.x):
-        middle = LEFT + slot * (i + 0.5)
-        left = middle - width * (1 if piled else len(plot.series)) / 2
-        height = 0.0
-        for j, (name, values) in enumerate(plot.series.items()):
-            value = values[i]
-            if value is None:
-                continue
-            tall = high * value / top
-            x, y = left if piled else left + width * j, TOP + high - tall - height
-            told = f"<title>{text(name)}: {figure(value)} {text(plot.unit)}</title>"
-            box = f'<rect x="{x:.1f}" y="{y:.1f}" width="{width * 0.94:.1f}" height="{tall:.1f}" class="c{j % 8}">'
-            parts.append(f"{box}{told}</rect>")
-            if (piled and tall > 15) or (not piled and width > 24):
-                at = y + tall / 2 + 4 if piled else y - 4
-                parts.append(words_at(x + width * 0.47, at, figure(value), "in" if piled else ""))
-            height += tall if piled else 0
-        if piled and height:
-            total = sum(v[i] or 0 for v in plot.series.values())
-            parts.append(words_at(middle, TOP + high - height - 5, figure(total)))
-        parts += [label(middle, line, row) for row, line in enumerate(str(words).split("\n"))]
-    return parts
-
-
-def lines(plot: Plot, high: float, wide: float, top: float) -> list[str]:
-    """Lines over numeric x, with a dot at each point where there are few."""
-    numbers = [float(x) for x in plot.x]
-    low, end = min(numbers, default=0.0), max(numbers, default=1.0)
-    span, parts = (end - low) or 1.0, []
-    for j, values in enumerate(plot.series.values()):
-        points = [
-            (LEFT + wide * (x - low) / span, TOP + high - high * v / top)
-            for x, v in zip(numbers, values, strict=True)
-            if v is not None
-        ]
-        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(f'<polyline points="{joined}" class="l{j % 8}"/>')
-        if len(points) <= 12:
-            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" class="c{j % 8}"/>' for x, y in points]
-    marks = numbers if len(numbers) <= 6 else [low + span * i / 4 for i in range(5)]
-    parts += [label(LEFT + wide * (x - low) / span, figure(round(x, 3))) for x in marks]
-    return [*parts, label(LEFT + wide / 2, plot.axis, 1)] if plot.axis else parts
-
-
 def known_plots(raw: Any) -> Iterator[Plot]:
     """Plots of raw figures whose shape is known."""
     if not isinstance(raw, dict):
         return
-    for draws in (sweep_plots, against_stock, prompt_plots, layer_plot, misses_plot, hit_plot, arrival_plot,
-                  training_plot, expert_plot, engine_plot):  # fmt: skip
+    for draws in (sweep_plots, against_stock, peer_plots, prompt_plots, layer_plot, step_plot, misses_plot, hit_plot,
+                  arrival_plot, training_plot, expert_plot, engine_plot):  # fmt: skip
         yield from draws(raw)
 
 
@@ -231,19 +129,60 @@ def against_stock(raw: dict[str, Any]) -> Iterator[Plot]:
     if len(models) < 2:
         return
     for kind, title in (("decode", "Decode against stock, all streams together"),
-                        ("steps", "The same of the steps alone that all streams take part in")):  # fmt: skip
+                        ("steps", "Decode against stock, the steps alone that all streams take part in")):  # fmt: skip
         found = {name: best_rates(runs, kind) for name, runs in models.items()}
         streams = sorted({n for rates in found.values() for n in rates})
         labels = [f"{n} stream{'s'[: n - 1]}" for n in streams]
         series = {name: [rates.get(n) for n in streams] for name, rates in found.items()}
+        limits = [floor_of(raw, n, f"{kind}{n}_tok_s") for n in streams]
+        note = FLOOR_NOTE if any(limits) else ""
+        if note:
+            resident = series.pop("every expert in VRAM")
+            series |= {"the floor": limits, "every expert in VRAM": resident}
         if streams:
-            yield Plot("bars", title, "tokens/s", labels, series)
+            yield Plot("bars", title, "tokens/s", labels, series, note)
     chunks = ("prefill_2048_s", "prefill_8192_s")
     shortest = {name: min((min(r[k]) for r in runs for k in chunks if k in r), default=None)
                 for name, runs in models.items()}  # fmt: skip
     if sum(v is not None for v in shortest.values()) > 1:
         yield Plot("bars", "Prefill against stock: time to the first token of the long prompt, less is better", "s",
                    [""], {name: [v] for name, v in shortest.items()})  # fmt: skip
+
+
+def floor_of(raw: dict[str, Any], streams: int, key: str) -> float | None:
+    """tok/s of the floor that a result's shares are of, where `key` is the rate that they are made of."""
+    model, floor = raw.get("fast", raw.get("ours")), raw.get("floor")
+    if not (isinstance(model, dict) and isinstance(floor, dict) and model.get(key) and floor.get(key)):
+        return None
+    if step_key(streams, model, floor) != key:
+        return None
+    if {f"counts{streams}", "rates", "moe_layers", "expert_bytes"} <= set(model):
+        return streams / floor_s(raw, streams)
+    if not {f"misses{streams}", "link_gb_s", "moe_layers", "expert_bytes"} <= set(model):
+        return None
+    missed = model["moe_layers"] * statistics.fmean(m["ours"] for m in model[f"misses{streams}"])
+    return float(streams / (streams / max(floor[key]) + missed * model["expert_bytes"] / (model["link_gb_s"] * GB)))
+
+
+def peer_plots(raw: dict[str, Any]) -> Iterator[Plot]:
+    """`gpu_peer.py`: each side's best setting, and the VRAM it took."""
+    found: dict[str, dict[str, Any]] = {}
+    for start, name in (("fast", "glm53 fast"), ("exact", "glm53 exact"), ("newest-", ""), ("stock-", "")):
+        runs = [r for key, r in raw.items() if key.startswith(start) and isinstance(r, dict) and r.get("greedy_tok_s")]
+        if runs:
+            best = max(runs, key=lambda r: statistics.median(r["greedy_tok_s"]))
+            settings = f"\nbest of {len(runs)} settings" if len(runs) > 1 else ""
+            found[name or f"exllamav3 {best['exllamav3']}{settings}"] = best
+    if not any(key.startswith("newest-") for key in raw) or len(found) < 2:
+        return
+    series = {words: [statistics.median(r[f"{kind}_tok_s"]) if r.get(f"{kind}_tok_s") else None for r in found.values()]
+              for kind, words in (("greedy", "greedy"), ("sampled", "temperature 1"))}  # fmt: skip
+    yield Plot("bars", "Decode of one stream beside exllamav3 with experts on its CPU worker", "tokens/s", list(found),
+               series)  # fmt: skip
+    taken = [r["vram_peak"] / GB if "vram_peak" in r else None for r in found.values()]
+    if any(taken):
+        yield Plot("bars", "VRAM that PyTorch held at most in these runs, less is better", "GB", list(found),
+                   {"peak": taken})  # fmt: skip
 
 
 def prompt_plots(raw: dict[str, Any]) -> Iterator[Plot]:
@@ -258,18 +197,30 @@ def prompt_plots(raw: dict[str, Any]) -> Iterator[Plot]:
                    axis="prompt tokens")  # fmt: skip
 
 
+def by_cause(layers: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Each part of each layer. What the first one has before it and the others have not comes once a step."""
+    found = {part: [layer.get(part, 0.0) for layer in layers] for part in LAYER_PARTS}
+    if len(layers) > 1:
+        found["once"][0] = max(0.0, found["before"][0] - statistics.fmean(found["before"][1:]))
+        found["before"][0] -= found["once"][0]
+    return found
+
+
 def layer_plot(raw: dict[str, Any]) -> Iterator[Plot]:
     """Time of a decode step per MoE layer by cause: as `gpu_fast.py` timed it on the device, layer by layer, or as the
     floor's parts beside what was measured."""
-    timed = {f"{mode}, {n} stream{'s'[: n - 1]}": raw[mode][f"layers{n}"]["layers"]
+    timed = {f"{mode}, {n} stream{'s'[: n - 1]}": by_cause(raw[mode][f"layers{n}"]["layers"])
              for mode in ("exact", "fast") for n in (1, 4) if f"layers{n}" in (raw.get(mode) or {})}  # fmt: skip
     if timed:
-        parts = list(next(iter(timed.values()))[0])
-        means = {p: [statistics.fmean(layer[p] for layer in layers) for layers in timed.values()] for p in parts}
-        yield Plot("stack", "Time per MoE layer of a decode step, by cause (mean)", "ms", list(timed), means)
-        for name, layers in timed.items():
-            series = {p: [layer[p] for layer in layers] for p in parts}
-            yield Plot("stack", f"The same, layer by layer: {name}", "ms", list(range(len(layers))), series)
+        title, count = "Time per MoE layer of a decode step, by cause", len(next(iter(timed.values()))["router"])
+        means = {LAYER_PARTS[p]: [statistics.fmean(parts[p]) for parts in timed.values()] for p in LAYER_PARTS}
+        spread = f" Here it is spread over {count} layers; a whole model has more of them."
+        yield Plot("stack", f"{title} (mean)", "ms", list(timed), means, LAYER_NOTE + spread)
+        for name, parts in timed.items():
+            series: dict[str, list[float | None]] = {LAYER_PARTS[p]: [*values] for p, values in parts.items()}
+            yield Plot(
+                "stack", f"{title}: {name}", "ms", list(range(len(parts["router"]))), series, LAYER_NOTE, "MoE layer"
+            )
         return
     ours, floor = raw.get("ours"), raw.get("floor")
     if not (isinstance(ours, dict) and isinstance(floor, dict) and set(FLOOR_PARTS) <= set(ours)
@@ -287,6 +238,18 @@ def layer_plot(raw: dict[str, Any]) -> Iterator[Plot]:
               "glm53, whole step": whole}  # fmt: skip
     note = "A step divided by its MoE layers. Parts that add up to more than the whole overlap in time."
     yield Plot("stack", "Time per MoE layer of a decode step, by cause", "us", labels, series, note)
+
+
+def step_plot(raw: dict[str, Any]) -> Iterator[Plot]:
+    """`step_parts.py`: a step by cause, and its floor beside it."""
+    steps = {n: raw[str(n)] for n in (1, 4) if isinstance(raw.get(str(n)), dict) and "once" in raw[str(n)]}
+    if not steps:
+        return
+    labels = [f"{n} stream{'s'[: n - 1]}:\n{side}" for n in steps for side in ("step", "floor")]
+    series = {name: [v for s in steps.values() for v in (s[part], None)] for part, name in LAYER_PARTS.items()}
+    series["floor: every expert in VRAM"] = [v for s in steps.values() for v in (None, s["floor"] - s["bytes"])]
+    series["floor: missing bytes"] = [v for s in steps.values() for v in (None, s["bytes"])]
+    yield Plot("stack", "A decode step of fast mode by cause, and its floor", "ms", labels, series)
 
 
 def misses_plot(raw: dict[str, Any]) -> Iterator[Plot]:
@@ -360,9 +323,9 @@ def engine_plot(raw: dict[str, Any]) -> Iterator[Plot]:
 
 
 def plots_of(result: dict[str, Any], where: str) -> list[Plot]:
-    """The plots a result brings and those of its known figures. Raises BadResult."""
+    """The plots of its known figures, and those that a result brings. Raises BadResult."""
     given = [Plot.read(p, where) for p in result.get("plots", ())]
     try:
-        return list(itertools.chain(given, known_plots(result["raw"])))
+        return list(itertools.chain(known_plots(result["raw"]), given))
     except (KeyError, TypeError, ValueError, IndexError) as e:
         raise BadResult(f"{where}: a plot cannot be drawn from `raw`: {type(e).__name__}: {e}") from None

@@ -170,6 +170,8 @@ def test_the_report_is_a_result_that_can_be_drawn(bench: Any, tmp_path: Path) ->
     assert document["raw"] == RAW
     import report_plots
 
-    (plot,) = report_plots.plots_of(document, "r.json")
+    best, *_, plot = report_plots.plots_of(document, "r.json")
+    assert best.x == ["glm53 fast", "glm53 exact", "exllamav3 1.6.5\nbest of 2 settings", "exllamav3 1.5.1"]
+    assert best.series["greedy"] == [120.0, 80.0, 60.0, 30.0]
     assert plot.x == ["glm53 exact", "glm53 fast", "1.6.5\n257-12", "1.6.5\n257-12-mcpa", "1.5.1\n257-12"]
     assert plot.series["greedy"] == [80.0, 120.0, 50.5, 60.0, 30.0]

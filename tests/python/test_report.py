@@ -110,12 +110,108 @@ def plots(raw: Any) -> dict[str, Any]:
     return {p.title: p for p in report_plots.plots_of({"raw": raw}, "r.json")}
 
 
+def drawing() -> Any:
+    """The module that draws."""
+    plots({})
+    sys.path.insert(0, str(REPORT.parent))
+    try:
+        import report_draw
+    finally:
+        sys.path.remove(str(REPORT.parent))
+    return report_draw
+
+
+def words_of(svg: str) -> list[tuple[float, float, str, str]]:
+    """(x, y, anchor, words) of all words of a picture."""
+    found = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" text-anchor="(\w+)"[^>]*>([^<]+)<', svg)
+    return [(float(x), float(y), anchor, words) for x, y, anchor, words in found]
+
+
+PICTURES = {
+    "long labels": ("bars", [f"exllamav3 1.6.5\n257-{i}-mcpa" for i in range(7)], {"greedy": 54.31, "hot": 130.9}),
+    "many series": ("bars", ["1 stream", "4 streams"], {f"series {i}": 100.1 + i for i in range(6)}),
+    "few bars": ("bars", ["1 stream", "4 streams"], {"stock exllamav3": 35.09, "glm53 exact": 90.87}),
+    "a whole model": ("stack", list(range(42)), {"experts, PCIe reads in them": 0.7148, "before": 0.1319}),
+    "piles": ("stack", ["exact, 1 stream", "exact, 4 streams"], {"experts": 0.7148, "before": 1234.5}),
+    "points": ("lines", [1, 2, 512, 1024, 2048, 4102], {"a": 0.5}),
+    "a curve": ("lines", list(range(25, 1501, 25)), {"a": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_words_of_a_picture_do_not_overlap_and_do_not_leave_it(name: str) -> None:
+    kind, x, values = PICTURES[name]
+    drawn = drawing()
+    from report_plots import Plot
+
+    plot = Plot(kind, "t", "tokens/s", x, {k: [v] * len(x) for k, v in values.items()}, axis="tokens")
+    svg = drawn.draw(plot)
+    wide, high = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0])
+    shift = {"middle": 0.5, "end": 1.0, "start": 0.0}
+    boxes = []
+    for x0, y, anchor, words in words_of(svg):
+        long = 6.3 * len(words)  # DejaVu Sans at 12 units, digits and small letters
+        boxes.append((x0 - shift[anchor] * long, x0 + (1 - shift[anchor]) * long, y, words))
+    assert len(boxes) > 4
+    for left, right, y, words in boxes:
+        assert left >= -1 and right <= wide + 1 and 0 < y <= high, words
+    for i, (left, right, y, words) in enumerate(boxes):
+        for other in boxes[i + 1 :]:
+            assert abs(y - other[2]) >= 9 or right <= other[0] + 1 or other[1] <= left + 1, (words, other[3])
+
+
+def test_what_is_compared_has_one_colour_in_every_picture() -> None:
+    drawn = drawing()
+    from report_plots import Plot
+
+    few = Plot("bars", "t", "s", [1], {"glm53 fast": [1.0], "stock exllamav3": [2.0]})
+    more = Plot("bars", "t", "s", [1], {"stock exllamav3": [2.0], "glm53 exact": [3.0], "glm53 fast": [1.0]})
+    assert drawn.colour(few, 0) == drawn.colour(more, 2)
+    assert drawn.colour(few, 1) == drawn.colour(more, 0)
+
+
+def test_the_page_shows_what_limits_a_result_and_is_made_for_phones(tmp_path: Path) -> None:
+    assert make(tmp_path, {**BASE, "raw": {}, "limits": "half of it ran <before>"}).returncode == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "half of it ran &lt;before&gt;" in page
+    assert '<meta name="viewport" content="width=device-width' in page
+
+
+def test_results_of_a_gpu_come_first_then_the_latest_then_those_with_limits(tmp_path: Path) -> None:
+    gpu, limit = {"gpu": "H"}, {"a": {"value": 1, "want": ">= 1", "ok": True}}
+    kinds = {
+        "2026-01-02-a": {}, "2026-01-01-b": {"machine": gpu}, "2026-01-02-c": {"machine": gpu, "bars": {"b": 1}},
+        "2026-01-02-d": {"machine": gpu, "bars": limit},
+    }  # fmt: skip
+    for name, more in kinds.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({**BASE, "what": name, "raw": {}, **more}))
+    assert make(tmp_path).returncode == 0
+    order = re.findall(r'<section id="2026-01-\d\d-(\w)', (tmp_path / "page.html").read_text())
+    assert order == ["d", "c", "b", "a"]
+
+
+def test_results_of_one_kind_are_told_apart(tmp_path: Path) -> None:
+    alike = [{**BASE, "raw": {}, "settings": {"slots": n, "url": f"http://{n}"}} for n in (24, 56)]
+    assert make(tmp_path, *alike, {**BASE, "what": "else", "raw": {}}).returncode == 0
+    headings = re.findall(r"<h2>([^<]+)</h2>", (tmp_path / "page.html").read_text())
+    assert sorted(h for h in headings if "peed" in h) == [f"Speed &amp; &lt;care&gt; - slots {n}" for n in (24, 56)]
+    assert "Else" in headings
+
+
+def test_limits_are_rounded_as_values_are(tmp_path: Path) -> None:
+    bars = {"a.b": {"value": 1.5, "want": "<= 1.3911925440796227", "ok": False}}
+    assert make(tmp_path, {**BASE, "raw": {}, "bars": bars}).returncode == 0
+    assert "&lt;= 1.391<" in (tmp_path / "page.html").read_text()
+
+
 def test_a_side_by_side_run_is_drawn_against_stock_and_the_floor() -> None:
     found = plots(SIDES)
     decode = found["Decode against stock, all streams together"]
     assert decode.x == ["1 stream", "4 streams"]
     wanted = {"stock exllamav3": [40.0, 50.0], "glm53 exact": [100.0, 160.0], "every expert in VRAM": [200.0, 400.0]}
-    assert decode.series == wanted
+    assert {name: values for name, values in decode.series.items() if name != "the floor"} == wanted
+    link_s = [4 * missed * 10e6 / 50e9 for missed in (5.0, 20.0)]
+    assert decode.series["the floor"] == pytest.approx([1 / (1 / 200 + link_s[0]), 4 / (4 / 400 + link_s[1])])
     prefill = next(p for title, p in found.items() if title.startswith("Prefill against stock"))
     assert prefill.series == {"stock exllamav3": [1.0], "glm53 exact": [0.5], "every expert in VRAM": [0.25]}
 
@@ -129,9 +225,11 @@ def test_steps_of_all_streams_are_drawn_beside_whole_runs_and_make_the_parts_of_
     )
     sides["floor"] |= {"steps1_tok_s": [200.0], "steps4_tok_s": [500.0]}
     found = plots(sides)
-    steps = found["The same of the steps alone that all streams take part in"]
+    steps = found["Decode against stock, the steps alone that all streams take part in"]
     wanted = {"stock exllamav3": [None, None], "glm53 exact": [100.0, 200.0], "every expert in VRAM": [200.0, 500.0]}
-    assert steps.series == wanted
+    assert {name: values for name, values in steps.series.items() if name != "the floor"} == wanted
+    assert steps.series["the floor"][1] == pytest.approx(4 / (4 / 500 + 4 * 20 * 10e6 / 50e9))
+    assert "the floor" not in found["Decode against stock, all streams together"].series  # it is of the other rate
     assert found["Decode against stock, all streams together"].series["glm53 exact"] == [100.0, 160.0]
     compute, _, whole = found["Time per MoE layer of a decode step, by cause"].series.values()
     assert compute[2] == pytest.approx(4e6 / 500 / 4)
@@ -148,14 +246,44 @@ def test_time_per_layer_is_piled_up_by_cause() -> None:
 
 
 def test_times_that_the_device_gave_are_piled_up_layer_by_layer() -> None:
+    """What comes once a step is seen before the first layer, and is no layer's attention."""
     layers = [{"before": 0.3, "experts": 0.2, "cpu": 0.1}, {"before": 0.1, "experts": 0.4, "cpu": 0.3}]
     found = plots({"fast": {"layers1": {"layers": layers}}, "exact": {"layers1": {"layers": layers[:1]}}})
     mean = found["Time per MoE layer of a decode step, by cause (mean)"]
     assert mean.x == ["exact, 1 stream", "fast, 1 stream"]
-    assert mean.series["experts"] == [0.2, pytest.approx(0.3)]
-    each = found["The same, layer by layer: fast, 1 stream"]
+    assert mean.series["experts, PCIe reads in them"] == [0.2, pytest.approx(0.3)]
+    assert mean.series["once a step"] == [0.0, pytest.approx(0.1)]
+    each = found["Time per MoE layer of a decode step, by cause: fast, 1 stream"]
     assert (each.kind, each.x) == ("stack", [0, 1])
-    assert each.series == {"before": [0.3, 0.1], "experts": [0.2, 0.4], "cpu": [0.1, 0.3]}
+    assert each.series == {
+        "attention and norms": [pytest.approx(0.1), 0.1], "router": [0, 0], "policy, split, admitted copies": [0, 0],
+        "experts, PCIe reads in them": [0.2, 0.4], "waiting for the CPU lane": [0.1, 0.3],
+        "once a step": [pytest.approx(0.2), 0],
+    }  # fmt: skip
+
+
+def test_a_step_is_piled_up_beside_its_floor() -> None:
+    step = {"before": 1.0, "router": 0.5, "decide": 0.25, "experts": 4.0, "cpu": 0.125, "once": 2.0, "floor": 6.0,
+            "bytes": 2.5}  # fmt: skip
+    pile = plots({"1": step})["A decode step of fast mode by cause, and its floor"]
+    assert pile.x == ["1 stream:\nstep", "1 stream:\nfloor"]
+    assert [sum(column[i] or 0 for column in pile.series.values()) for i in (0, 1)] == [7.875, 6.0]
+
+
+def test_the_newest_exllamav3_is_drawn_at_its_best_setting() -> None:
+    def run(*rates: float, **more: Any) -> dict[str, Any]:
+        return {"greedy_tok_s": list(rates), "sampled_tok_s": [r + 1 for r in rates], "vram_peak": 2e9, **more}
+
+    raw = {
+        "fast": run(120, 110, 130), "exact": run(90), "newest-257-12": run(50, exllamav3="1.6.5"),
+        "newest-257-15": run(60, 90, 70, exllamav3="1.6.5"), "stock-257-12": run(30, exllamav3="1.5.1"),
+        "newest-261-12": {"timed_out": True}, "probe": {"core_order": {}},
+    }  # fmt: skip
+    found = plots(raw)
+    decode = found["Decode of one stream beside exllamav3 with experts on its CPU worker"]
+    assert decode.x == ["glm53 fast", "glm53 exact", "exllamav3 1.6.5\nbest of 2 settings", "exllamav3 1.5.1"]
+    assert decode.series == {"greedy": [120, 90, 70, 30], "temperature 1": [121, 91, 71, 31]}
+    assert found["VRAM that PyTorch held at most in these runs, less is better"].series == {"peak": [2.0] * 4}
 
 
 def test_hit_rate_and_delivery_are_curves() -> None:
@@ -169,14 +297,13 @@ def test_hit_rate_and_delivery_are_curves() -> None:
 
 
 def test_the_value_axis_is_round_and_covers_the_values() -> None:
-    plots({})
-    import report_plots
-
+    drawn = drawing()
     for top in (0.0, 0.004, 0.7, 1.0, 38.15, 99.0, 440540.3):
-        scale = report_plots.ticks(top)
+        scale = drawn.ticks(top)
         assert scale[0] == 0
         assert top <= scale[-1] <= max(2 * top, 1.0)
         assert 2 <= len(scale) <= 7
+    assert drawn.ticks(1500.0, 200.0) == [500.0, 1000.0, 1500.0]
 
 
 def test_json_lines_are_results_too(tmp_path: Path) -> None:
