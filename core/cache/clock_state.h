@@ -8,12 +8,13 @@
 //
 // States of a slot
 //   Empty     owner none, not lent, on the free list              clock_step, clock_reserve -> Resident, Loading
-//   Loading   owner set, pinned, slot_of[owner] is not this slot   clock_publish -> Resident; clock_release -> Empty
+//   Loading   owner set, pinned, slot_of[owner] is not this slot   clock_publish -> Resident, or Empty where a step was
+//                                                                   faster; clock_release -> Empty
 //   Resident  owner set, slot_of[owner] == slot                    clock_step (victim), clock_lend -> Empty, Lent
 //   Lent      owner none, lent set, not on the free list           clock_give_back -> Empty
 // Threads   none inside: whoever holds the block (one CUDA warp on the stream, or one host thread) makes one call at a
 //           time. `busy` marks the current step's hits and is clear between calls.
-// Costs     4 bytes a slot + 4 of free list, 8 bytes an entry: 106 KiB for 42 x 288 entries and 1,300 slots. It may be
+// Costs     4 bytes a slot + 4 of free list, 8 bytes an entry: 105 KiB for 42 x 288 entries and 1,300 slots. It may be
 //           copied as bytes between host and device: there are offsets in it but no addresses.
 #pragma once
 #include <cstddef>

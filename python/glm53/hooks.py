@@ -15,6 +15,7 @@ Replaced, on instances only (no class of exllamav3 changes):
   `MLAttention._update_pool_plane`  of layers whose keys are pooled: with several streams it waited for all that was
                                 queued on the GPU, to put one number there
   `Model.forward`, `.prefill`   bracketed, so that a long prompt's staging can begin before its first layer
+Of torch, while a model loads: `nn.Embedding.reset_parameters` and `empty_like` (`plain_meta_tensors`).
 States of a Patch: new -> installed (`install`) -> undone (`undo`). A model carries at most one patch.
 """
 

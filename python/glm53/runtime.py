@@ -103,7 +103,7 @@ class PinnedExperts:
         self.bytes = len(self.layers) * self.experts * self.layout.stride
         require_ram(self.bytes, "the routed experts, page-locked in host RAM,")
         self._device, self._progress, self._checkpoint = device, progress, checkpoint
-        self._read = 0
+        self._read, self._read_lock = 0, threading.Lock()
         self._total = sum(self.layout.part_bytes) * self.experts * len(self.layers)
         self._start_s = time.monotonic()
         self._times = dict.fromkeys(("populate_s", "pin_s", "read_s", "arenas_wall_s", "wall_s"), 0.0)
@@ -132,9 +132,12 @@ class PinnedExperts:
         arena = self._arenas[layer].result()
         placed = [(linear.trellis, self._offset(linear)) for linear in self._tensors[layer]]
         read_tensors(self._checkpoint, arena, placed, f"the experts of layer {layer}")
-        self._read += sum(info.nbytes for info, _ in placed)
+        nbytes = sum(info.nbytes for info, _ in placed)
+        with self._read_lock:
+            self._read += nbytes
+            share = self._read / self._total
         self._times["wall_s"] = time.monotonic() - self._start_s
-        self._progress("experts", min(1.0, self._read / self._total))
+        self._progress("experts", share)
 
     def _offset(self, linear: ExpertLinear) -> int:
         return linear.expert * self.layout.stride + self.layout.offsets[PARTS.index(linear.which)]
