@@ -29,6 +29,7 @@ from .connection import Connection
 from .descriptors import ConnectionLimit, quiet_accept, raise_file_limit
 from .notify import Notifier
 from .options import ServerOptions
+from .read_turns import ReadTurns
 from .state import STATE, STOPPING, ServerState
 
 log = logging.getLogger("glm53.server")
@@ -92,11 +93,13 @@ class Server:
         await self._runner.setup()
         loop, handlers = asyncio.get_running_loop(), self._runner.server
         assert handlers is not None
-        limit, head_s = ConnectionLimit(raise_file_limit()), self.options.head_timeout_s
+        limit, turns, head_s = ConnectionLimit(raise_file_limit()), ReadTurns(loop), self.options.head_timeout_s
         quiet_accept(loop)
 
         def connection() -> Connection:
-            return Connection(handlers, head_s=head_s, limit=limit, loop=loop, access_log=None, logger=http_log)
+            return Connection(
+                handlers, head_s=head_s, limit=limit, turns=turns, loop=loop, access_log=None, logger=http_log
+            )
 
         try:
             self._listener = await loop.create_server(connection, host, port, backlog=1024)
