@@ -124,7 +124,10 @@ async def gather(job: Job, choices: Sequence[Choice]) -> list[Answer]:
         events: list[Event] = []
         async for batch in choice.events():
             events += batch
-        return collect(events) if len(events) <= FEW_EVENTS else await job.on_thread(lambda: collect(events))
+        answer = collect(events) if len(events) <= FEW_EVENTS else await job.on_thread(lambda: collect(events))
+        if tokens := answer.tokens:
+            job.owns(tokens, len(tokens) * (1 + len(tokens[0].top)))
+        return answer
 
     try:
         async with job.deadline():

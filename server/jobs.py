@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -26,6 +26,7 @@ from .errors import HttpError, Unavailable
 from .state import NOTE, REQUEST_ID, STATE, STOPPING, ServerState
 
 T = TypeVar("T")
+SCORE_BYTES = 32  # of a log-probability in a reply, about
 SLICE = 16  # tokens handled at a time: a burst on many streams must leave the event loop free every few ms
 
 
@@ -56,6 +57,7 @@ class Job:
         self._ticket = ticket
         self._timer: asyncio.Timeout | None = None
         self._ended_by = ""
+        self._owned: list[list[Any]] = []
 
     async def prepare(self, work: Callable[[bytes], T]) -> T:
         """`work(body)`, on a thread unless the body is small. The body is given away: it is not kept while the answer
@@ -69,6 +71,12 @@ class Job:
     async def on_thread(self, work: Callable[[], T]) -> T:
         """`work()` on a thread; that of heavy requests one after another."""
         return await self.state.run_on_thread(work, self.weight)
+
+    def owns(self, items: list[Any], scores: int) -> None:
+        """`items` hold `scores` log-probabilities, maybe millions. To make a reply of them is heavy work, and so is to
+        free them: they are kept until the request has ended, and freed on a thread."""
+        self.weight = max(self.weight, SCORE_BYTES * scores)
+        self._owned.append(items)
 
     async def submit(self, requests: list[GenerationRequest]) -> list[TokenStream]:
         """Hand all of a request's streams to the engine. Raises what `Engine.submit` raises."""
@@ -119,6 +127,7 @@ class Job:
             seconds = max(u.last_token_s - u.first_token_s for u in usages)
             rate = f", {(answer - len(usages)) / seconds:.1f} tokens/s" if seconds > 0 else ""
             self.request[NOTE] = f", {prompt} + {answer} tokens{rate}" + self.request.get(NOTE, "")
+        self.state.free_later(self._owned)
 
 
 @asynccontextmanager

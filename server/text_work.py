@@ -68,7 +68,6 @@ async def constrain(job: Job, work: TextWork, decoding: Decoding) -> None:
     await state.run_compiling(compile_all)
 
 
-SCORE_BYTES = 32  # in a reply
 MOST_SCORES = 1 << 22
 """Scores and alternatives of one request: some 200 MB of JSON, and ten times that in Python's objects."""
 
@@ -80,9 +79,11 @@ async def scores(job: Job, prompts: Sequence[Sequence[int]], top: int) -> list[l
     if wanted > MOST_SCORES:
         message = f"the scores of all prompts, with {top} alternatives each, are {wanted:,}; at most {MOST_SCORES:,}"
         raise RequestError(f"{message} are given at once: ask for fewer", param="logprobs", code="too_many_scores")
-    job.weight = max(job.weight, SCORE_BYTES * wanted)
     try:
         async with job.deadline():
-            return [await job.engine.score(prompt, top) for prompt in prompts]
+            scored = [await job.engine.score(prompt, top) for prompt in prompts]
     except TimeoutError as e:
         raise job.explain(e) from None
+    for items in scored:
+        job.owns(items, wanted)
+    return scored

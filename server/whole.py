@@ -20,7 +20,7 @@ class LargeReply(web.StreamResponse):
     def __init__(self, parts: Sequence[bytes], patience_s: float) -> None:
         super().__init__(headers={"Content-Type": "application/json; charset=utf-8"})
         self.content_length = sum(map(len, parts))
-        self._parts = parts
+        self._parts = [*reversed(parts)]
         self._patience_s = patience_s
         self._transport: asyncio.Transport | None = None
 
@@ -31,8 +31,8 @@ class LargeReply(web.StreamResponse):
 
     async def write_eof(self, data: bytes = b"") -> None:
         """Called by aiohttp when the handler, and with it the request's place in the queue, has ended."""
-        parts, self._parts = self._parts, ()
-        for part in cut(parts):
+        parts = self._parts
+        for part in cut(parts.pop() for _ in range(len(parts))):  # what has been sent is not kept
             await asyncio.sleep(0)  # a client that takes all at once would never make a write wait
             try:
                 async with asyncio.timeout(self._patience_s or None):

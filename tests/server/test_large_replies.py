@@ -12,7 +12,8 @@ import orjson
 import pytest
 from conftest import Start, run_beside
 
-from glm53.server import generation
+from glm53.engine import scripted
+from glm53.server import generation, state, whole
 from glm53.server.options import MIB, ServerOptions
 from glm53.server.protocol.json_parts import PART, Finished, JsonList, dump
 from glm53.server.protocol.sse import frame, frame_parts
@@ -192,3 +193,45 @@ def test_what_repeats_the_request_is_not_made_on_the_event_loop(
     assert live.stream(path, body).status == 200
     assert len(threads) == 2
     assert live.thread not in threads
+
+
+def test_the_scores_of_an_answer_make_its_reply_heavy_work(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    live, threads, dumped = start({"pieces": ["</think>", *["tick "] * 1000], "end": "user"}), [], whole.dump
+    monkeypatch.setattr(
+        whole, "dump", lambda value: (threads.append(threading.current_thread().name), dumped(value))[1]
+    )
+    for top in (20, 0):
+        assert live.chat(logprobs=True, top_logprobs=top).status == 200
+    assert [name.partition("_")[0] for name in threads] == ["large", "prepare"]
+
+
+def test_scores_are_not_freed_on_the_event_loop(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be millions of them, and to free them takes as long as to make them."""
+    live, made, freed = start({"pieces": ["</think>", *["tick "] * 600], "end": "user"}), [0], list[threading.Thread]()
+    monkeypatch.setattr(state, "FREE_AFTER_S", 0.1)
+
+    class Watched(list[Any]):
+        """The alternatives of a token."""
+
+        def __init__(self, *items: Any) -> None:
+            super().__init__(*items)
+            made[0] += 1
+
+        def __del__(self) -> None:
+            freed.append(threading.current_thread())
+
+    for name in ("Token", "TokenScore"):
+        kind = getattr(scripted, name)
+
+        def watched(*args: Any, kind: Any = kind, **kwargs: Any) -> Any:
+            token = kind(*args, **kwargs)
+            object.__setattr__(token, "top", Watched(token.top))
+            return token
+
+        monkeypatch.setattr(scripted, name, watched)
+    scored = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0}}
+    assert live.post("/generate", {"text": "word " * 500, "top_logprobs_num": 5, **scored}).status == 200
+    assert live.post("/v1/completions", {"prompt": "word " * 500, "logprobs": 5, "echo": True}).status == 200
+    assert live.chat(logprobs=True, top_logprobs=5).status == 200
+    live.until(lambda _: made[0] > 1500 and len(freed) == made[0])
+    assert freed.count(live.thread) < 100  # those of reasoning and of the end, which no reply has
