@@ -1,4 +1,5 @@
-"""What this machine is: CPU, RAM, limits, GPU, driver, PCIe link; read from /proc, /sys and libcuda only.
+"""What this machine is: CPU, RAM, limits, GPU, driver, PCIe link; read from /proc, /sys and libcuda only. And which of
+its CPUs the workers of the CPU tier take.
 
 Every reader takes its files below `root`, so that tests can describe machines that are not there. Sources: proc(5),
 cgroup v2 memory.max / v1 memory.limit_in_bytes, PCI sysfs (Documentation/ABI/testing/sysfs-bus-pci), SMBIOS type 17.
@@ -13,6 +14,12 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from .config import Settings
 
 GIB = 2**30
 CUDA_13_DRIVER = 580
@@ -195,6 +202,38 @@ class Host:
         cores = [c for c in self.physical_cores() if allowed is None or c in allowed] or sorted(allowed or {0})
         free = 2 if len(cores) > 4 else 1 if len(cores) > 1 else 0
         return cores[free:]
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Threads of the CPU lane and the CPUs they are pinned to (None: not pinned)."""
+
+    threads: int
+    cpus: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, settings: Settings, host: Host | None = None) -> Workers:
+        """What the settings say, else one worker on each of `Host.worker_cpus`. Raises ConfigError."""
+        wanted = settings.ct_threads
+        if settings.ct_cpus is not None:
+            if wanted is not None and wanted > len(settings.ct_cpus):
+                raise ConfigError(
+                    f"ct_threads = {wanted}, but ct_cpus names {len(settings.ct_cpus)} CPUs: one a thread"
+                )
+            cpus = settings.ct_cpus[:wanted]
+            return cls(len(cpus), cpus)
+        free = tuple((host or Host()).worker_cpus())
+        if wanted is not None and wanted > len(free):
+            return cls(wanted, None)
+        return cls(wanted or len(free), free[:wanted])
+
+    def require_cpus(self) -> None:
+        """Raise ConfigError where this process may not use one of them."""
+        foreign = sorted(set(self.cpus or ()) - os.sched_getaffinity(0))
+        if foreign:
+            raise ConfigError(
+                f"ct_cpus: CPU {foreign[0]} is none that this process may use; name others, or leave ct_cpus out"
+            )
 
 
 def _generation(speed: str | None) -> int:

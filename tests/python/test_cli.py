@@ -15,6 +15,8 @@ import pytest
 from tiny_checkpoint import TINY
 
 import glm53
+from glm53 import _core
+from glm53.cli import main
 from glm53.console import Progress
 from glm53.host import cuda_gpus
 
@@ -269,6 +271,32 @@ def test_empty_folder_that_may_not_be_filled(run: Callable[..., RESULT], tmp_pat
     empty = tmp_path / "empty"
     empty.mkdir()
     one_line(run(*serve_cpu(empty), "--no-download"), 78, "empty: the folder is empty", "glm53 pull")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (["--mtp", "2"], ["mtp: the CPU engine does not draft"]),
+        (["--chat-template", "/nonexistent.jinja"], ["chat_template: /nonexistent.jinja does not exist"]),
+        (["--ct-cpus", "8191"], ["ct_cpus: CPU 8191 is none that this process may use", "leave ct_cpus out"]),
+        (["--ct-cpus", "0", "--ct-threads", "2"], ["ct_threads = 2, but ct_cpus names 1 CPUs"]),
+    ],
+)
+def test_what_cannot_work_is_told_before_a_checkpoint_is_downloaded(
+    run: Callable[..., RESULT], tmp_path: Path, wrong: list[str], says: list[str]
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    one_line(run(*serve_cpu(empty), *wrong, env={"HF_ENDPOINT": "http://127.0.0.1:9"}), 78, *says)
+
+
+def test_kernels_that_this_processor_lacks_are_told_early(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_core, "cpu_features", lambda: {"isa": "avx2", "isas": ["avx2", "scalar"]})
+    for command in (["doctor", "--no-measure"], ["serve", "--demo", "--device", "cpu", "--port", "0"]):
+        assert main([*command, "--isa", "amx"]) == 78
+        assert "isa = amx: this processor runs avx2, scalar; name one of these" in capsys.readouterr().err
 
 
 def test_gguf_file_and_folder(run: Callable[..., RESULT], tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ from tiny_checkpoint import TINY
 from glm53 import _core, hooks
 from glm53.checkpoint import Checkpoint
 from glm53.engine.exllama import lane, lane_costs
-from glm53.engine.exllama.lane import CpuTier, ExpertMemory, Workers
+from glm53.engine.exllama.lane import CpuTier, ExpertMemory
 from glm53.engine.exllama.lane_costs import Costs, LaneTimer, fit, overridden
 from glm53.engine.exllama.passes import QUEUED_LAYERS, Passes, PassSettings
 from glm53.engine.exllama.scales import ExpertScales
 from glm53.errors import ConfigError, DeviceError, EngineError
+from glm53.host import Workers
 from glm53.runtime import PinnedExperts
 
 HIDDEN = 256

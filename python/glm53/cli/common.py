@@ -9,6 +9,8 @@ from pathlib import Path
 from ..config import Settings, load_settings, specs
 from ..config_values import Spec
 from ..console import say
+from ..errors import ConfigError
+from ..host import Workers
 
 
 def add_settings(parser: argparse.ArgumentParser, *groups: str, without: Collection[str] = ()) -> None:
@@ -48,3 +50,17 @@ def settings_from(args: argparse.Namespace, **forced: object) -> Settings:
     for warning in settings.warnings:
         say(f"glm53: warning: {warning}")
     return settings
+
+
+def check_cpu_tier(settings: Settings) -> None:
+    """Raise ConfigError for CPUs or kernels that this machine does not have; the latter the native module knows."""
+    Workers.of(settings).require_cpus()
+    try:
+        from .. import _core
+    except ImportError:
+        return
+    here = _core.cpu_features()["isas"]
+    if settings.isa is not None and settings.isa not in here:
+        raise ConfigError(
+            f"isa = {settings.isa}: this processor runs {', '.join(here)}; name one of these, or leave isa out"
+        )

@@ -12,7 +12,7 @@ from ..console import put
 from ..host import GIB, Host
 from ..requirements import Check, requirements
 from ..sizing import Machine, Measured, Plan, plan
-from .common import add_settings, settings_from
+from .common import add_settings, check_cpu_tier, settings_from
 
 WITHOUT = (
     *("model_repo", "model_revision", "download", "chat_template", "state_dir", "device", "triton_pin"),
@@ -35,6 +35,8 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report. Returns 1 if a requirement has failed."""
     settings = settings_from(args)
+    if settings.mode == "fast":
+        check_cpu_tier(settings)
     host = Host()
     checks = check_host(settings, host)
     lanes: dict[str, Any] = {}
@@ -75,9 +77,8 @@ def expectation(settings: Settings, host: Host, lanes: dict[str, Any]) -> Plan |
         dram_gb_s=lanes.get("dram", {}).get("gb_s") or 136.0,
     )
     kernel = lanes.get("cpu kernel", {}).get("gb_s")
-    share = (
-        min(1.0, kernel / machine.dram_gb_s) if kernel else None
-    )  # numpy's reading, the rate of DRAM, is a lower bound
+    # numpy's reading, the rate of DRAM, is a lower bound
+    share = min(1.0, kernel / machine.dram_gb_s) if kernel else None
     return plan(
         machine,
         mode=settings.mode,

@@ -35,12 +35,13 @@ def add(commands: Any) -> None:
 
 def _run(name: str, args: argparse.Namespace) -> int:
     from ..host import Host
-    from .serve import choose_device
+    from .serve import check_mtp, choose_device
 
     if getattr(args, "steps", 1) < 1:
         raise ConfigError(f"--steps {args.steps}: must be at least 1")
     settings = settings_from(args, device="cuda")
     choose_device(settings, Host(), hint="")
+    check_mtp(settings, "cuda")
     model_dir.check(settings.model_dir)
     try:
         from ..engine.exllama import tools

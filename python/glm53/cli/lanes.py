@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..config import Settings
-from ..host import Host
+from ..host import Host, Workers
 from ..sizing import GB, GIB, SHAPE
 
 ROUNDS = 5
@@ -103,8 +103,7 @@ def cpu_kernel(settings: Settings, host: Host) -> Lane:
     """
     from .. import _core
 
-    cpus = list(settings.ct_cpus) if settings.ct_cpus else host.worker_cpus()
-    threads, table = settings.ct_threads or len(cpus), _random_experts()
+    threads, table = Workers.of(settings, host).threads, _random_experts()
     tried = [settings.isa or "auto"]
     if settings.isa is None:
         tried = [isa for isa in _core.cpu_features()["isas"] if isa not in {"avx2", "scalar"}] or tried

@@ -24,7 +24,7 @@ from ..engine.protocol import Progress as ProgressCall
 from ..errors import CheckpointError, ConfigError, DeviceError, ResourceError
 from ..host import Host
 from . import model_dir
-from .common import add_settings, settings_from
+from .common import add_settings, check_cpu_tier, settings_from
 
 LoadEngine = Callable[[ProgressCall], Engine]
 TRY = "or try the bundled checkpoint with --demo --device cpu"
@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.scripted is not None:
         return _serve_scripted(settings, args.scripted)
     device = choose_device(settings, Host(), "or add --device cpu" if args.demo else TRY)
+    check_choices(settings, device)
     ensure_model(settings)
     model_dir.check(settings.model_dir)
     return _serve(settings, settings.model_dir, engine_loader(settings, device))
@@ -122,7 +123,6 @@ def ensure_model(settings: Settings) -> None:
 
 def engine_loader(settings: Settings, device: str) -> LoadEngine:
     """A function that loads the engine for `device`, called by the server on a thread of its own."""
-    check_mtp(settings, device)
     if device == "cpu":
         try:
             from ..engine.cpu import CpuEngine
@@ -143,6 +143,15 @@ def engine_loader(settings: Settings, device: str) -> LoadEngine:
     except ImportError as e:
         raise DeviceError(f"the GPU engine is not installed ({e}); pip install 'glm53[cuda]'") from None
     return lambda progress: ExllamaEngine.load(settings, progress)
+
+
+def check_choices(settings: Settings, device: str) -> None:
+    """Raise ConfigError for what cannot work on this device or machine, before a checkpoint is downloaded or read."""
+    check_mtp(settings, device)
+    if device == "cpu" or settings.mode == "fast":
+        check_cpu_tier(settings)
+    if settings.chat_template != "checkpoint":
+        chat_template(settings)
 
 
 def check_mtp(settings: Settings, device: str) -> None:

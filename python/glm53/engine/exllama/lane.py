@@ -15,13 +15,12 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 from ... import _core
 from ...config import Settings
 from ...errors import CheckpointError, ConfigError, DeviceError, EngineError
-from ...host import Host
+from ...host import Workers
 from ...runtime import PARTS, PinnedExperts
 from .lane_costs import Costs, ExpertCopies, LaneTimer, measure, overridden, race
 from .scales import ExpertScales
@@ -60,30 +59,6 @@ class ExpertMemory:
             except ValueError as e:
                 raise CheckpointError(f"{linear.trellis.file}: {linear.trellis.name}: {e}") from None
         return table
-
-
-@dataclass(frozen=True, slots=True)
-class Workers:
-    """Threads of the lane and the CPUs they are pinned to (None: not pinned)."""
-
-    threads: int
-    cpus: tuple[int, ...] | None
-
-    @classmethod
-    def of(cls, settings: Settings, host: Host | None = None) -> Workers:
-        """What the settings say, else one worker per physical core but the first two. Raises ConfigError."""
-        wanted = settings.ct_threads
-        if settings.ct_cpus is not None:
-            if wanted is not None and wanted > len(settings.ct_cpus):
-                raise ConfigError(
-                    f"ct_threads = {wanted}, but ct_cpus names {len(settings.ct_cpus)} CPUs: one a thread"
-                )
-            cpus = settings.ct_cpus[:wanted]
-            return cls(len(cpus), cpus)
-        free = tuple((host or Host()).worker_cpus())
-        if wanted is not None and wanted > len(free):
-            return cls(wanted, None)
-        return cls(wanted or len(free), free[:wanted])
 
 
 def require_kernels(settings: Settings) -> None:

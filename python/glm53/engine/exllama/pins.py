@@ -23,7 +23,7 @@ def pin_path(arch: str, chosen: Path | None) -> Path | None:
     """The file to use: the chosen one, else the shipped one, else None. Raises ConfigError if the chosen is missing."""
     if chosen is not None:
         if not chosen.is_file():
-            raise ConfigError(f"triton_pin: no file {chosen}")
+            raise ConfigError(f"triton_pin: no file {chosen}; name one that `glm53 pin` wrote, or leave it out")
         return chosen
     shipped = PIN_DIR / f"{arch}.json"
     return shipped if shipped.is_file() else None
