@@ -234,4 +234,5 @@ def test_scores_are_not_freed_on_the_event_loop(start: Start, monkeypatch: pytes
     assert live.post("/v1/completions", {"prompt": "word " * 500, "logprobs": 5, "echo": True}).status == 200
     assert live.chat(logprobs=True, top_logprobs=5).status == 200
     live.until(lambda _: made[0] > 1500 and len(freed) == made[0])
-    assert freed.count(live.thread) < 100  # those of reasoning and of the end, which no reply has
+    elsewhere = [t for t in freed if not t.name.startswith("large")]
+    assert len(elsewhere) < 100  # those of reasoning and of the end, which no reply has
