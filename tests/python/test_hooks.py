@@ -42,6 +42,19 @@ def test_a_changed_signature_names_the_function(exllamav3: Any, monkeypatch: pyt
         hooks.verify_module(exllamav3)
 
 
+def test_kernels_for_other_numbers_of_rows_or_an_old_extension_are_refused(
+    exllamav3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as changed:
+        changed.setattr(sys.modules["exllamav3.modules.block_sparse_mlp"], "MAX_BSZN", 16)
+        with pytest.raises(DeviceError, match=r"decode kernels take 16 rows, not 8"):
+            hooks.verify_module(exllamav3)
+    hooks.verify_module(exllamav3)
+    monkeypatch.delattr(sys.modules["exllamav3.ext"].exllamav3_ext, "pinned_cuda_view")
+    with pytest.raises(DeviceError, match="lacks pinned_cuda_view; rebuild it"):
+        hooks.verify_module(exllamav3)
+
+
 def test_without_exllamav3_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "exllamav3", None)
     with pytest.raises(DeviceError, match=r"pip install 'glm53\[cuda\]'"):

@@ -56,6 +56,21 @@ def test_b72_many_at_once_all_end(start: Start) -> None:
     assert live.stats()["queue"]["admitted"] == 0
 
 
+def test_each_answer_of_a_request_takes_a_place(start: Start) -> None:
+    live = start(HELLO, max_streams=1, max_queue=2)
+    go = live.hold()
+    statuses: list[int] = []
+    asking = threading.Thread(target=lambda: statuses.append(live.chat(n=3).status))
+    asking.start()
+    live.until(lambda s: s["queue"]["admitted"] == 3)
+    assert live.chat().status == 503
+    go.set()
+    asking.join(60)
+    assert statuses == [200]
+    assert live.stats()["queue"]["admitted"] == 0
+    assert live.chat().status == 200
+
+
 class TestApiKeys:
     def test_bearer_and_x_api_key(self, start: Start) -> None:
         live = start(api_keys=("first", "sécond"))
