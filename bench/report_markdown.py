@@ -21,12 +21,16 @@ Every figure that the documents of this repository state is here, with the comma
 and the versions; the raw figures are in the file of [bench/results](../bench/results) named beside it. A bar is a
 figure with a limit that was set before it was measured. `python3 bench/report.py` draws the same files as plots.
 
-To run a command again: CHECKPOINT is a folder that `python bench/make_flash.py CHECKPOINT` fills (for gpu_panel.py with
-`--layers 4 --clamp 5`); DIR is any folder, in which each stage leaves a record, and the same script with `--report DIR
---out FILE` makes the result of them; SITE is in the help of bench/gpu_peer.py. A command with `--url` asks a server
-that is running: `glm53 serve --demo --device cpu --port PORT`, and for delivery at a known rate `glm53 serve --scripted
-bench/steady.jsonl --port PORT`. Simulations whose host is "measured" take their times from the newest result of fast
-mode.
+To run a command again, be in the repository, in the environment that `scripts/test` makes (`.venv/bin` first on PATH;
+the clients that take `--url` and `bench/report.py` need no package).
+
+* CHECKPOINT is a folder that `python bench/make_flash.py CHECKPOINT` fills, for gpu_panel.py with `--layers 4 --clamp
+  5`.
+* DIR is any folder: each stage leaves a record in it, and the same script with `--report DIR --out FILE` makes the
+  result of them. SITE is in the help of bench/gpu_peer.py.
+* A command with `--url` asks a server that is running: `glm53 serve --demo --device cpu --port PORT`, and for delivery
+  at a known rate `glm53 serve --scripted bench/steady.jsonl --port PORT`.
+* Simulations whose host is "measured" take their times from the newest result of fast mode.
 """
 TELLING = ("trace", "slots", "rows", "tokens", "streams", "rate")
 """Settings by which results of one kind are told apart."""

@@ -122,6 +122,8 @@ class Verdict:
     bend: float
     last_burst: float
     even: bool
+    over: list[str]
+    """Each limit that is not kept, with the value."""
     finish: str
     curve: list[tuple[float, float]]
     """(share of the time, share of the text), about CURVE points."""
@@ -212,7 +214,9 @@ def judge(arrivals: Arrivals, rate: float = 0.0) -> Verdict:
     tokens = arrivals.completion_tokens or len(events)
     bend = largest_bend(events, first, span, total)
     last_burst = sum(n for t, n in events if t > first + 0.95 * span) / total
-    on_time = not rate or (gap_off(statistics.median(gaps), rate) <= MAX_GAP_OFF and max(gaps) <= MAX_GAP_MS)
+    off = gap_off(statistics.median(gaps), rate) if rate else 0.0
+    checks = [("bend", bend, MAX_BEND), ("last burst", last_burst, MAX_LAST_BURST)]
+    checks += [("median gap off by", off, MAX_GAP_OFF), ("largest gap, ms", max(gaps), MAX_GAP_MS)] if rate else []
     return Verdict(
         tokens=tokens,
         events=len(events),
@@ -224,7 +228,8 @@ def judge(arrivals: Arrivals, rate: float = 0.0) -> Verdict:
         gap_max_ms=round(max(gaps), 3),
         bend=round(bend, 4),
         last_burst=round(last_burst, 4),
-        even=bend <= MAX_BEND and last_burst <= MAX_LAST_BURST and on_time,
+        even=all(value <= limit for _, value, limit in checks),
+        over=[f"{name} {value:.3g} > {limit:g}" for name, value, limit in checks if value > limit],
         finish=arrivals.finish,
         curve=curve_of(events, first, span, total),
     )
@@ -281,7 +286,7 @@ def table(verdicts: list[Verdict]) -> str:
     lines = ["stream  tokens  first text  tokens/s  gap median / p99 / max ms   bend  last burst  verdict"]
     for i, v in enumerate(verdicts):
         gaps = f"{v.gap_median_ms:.1f} / {v.gap_p99_ms:.1f} / {v.gap_max_ms:.1f}"
-        word = "even" if v.even else "NOT EVEN"
+        word = "even" if v.even else f"NOT EVEN ({', '.join(v.over)})"
         lines.append(
             f"{i:>6}  {v.tokens:>6}  {v.first_text_s:>8.3f} s  {v.tokens_per_s:>8.2f}  {gaps:>25}  "
             f"{v.bend:>5.3f}  {v.last_burst:>9.1%}  {word}"

@@ -279,6 +279,7 @@ def test_stream_rate_fails_on_a_server_at_half_speed_that_flushes_at_the_end(ser
     assert figures["raw"]["even"] is False
     assert figures["raw"]["streams"][0]["tokens"] == 101
     assert figures["bars"]["stream.bend"]["value"] > 0.4
+    assert [why.split()[0] for why in figures["raw"]["streams"][0]["over"]] == ["bend", "last"]
     assert figures["bars"]["stream.last_burst"]["ok"] is False
 
 
