@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,3 +85,23 @@ def test_a_recorded_figure_may_be_rounded_but_not_changed() -> None:
     assert unproved(f"{ratio:.2f}x, {ratio:.1f} times") == []
     assert unproved(f"{ratio + 0.02:.2f}x") == [f"{ratio + 0.02:.2f}x"]
     assert unproved(f"{ratio:.2f} GB/s") == [f"{ratio:.2f} GB/s"]
+
+
+def parts_of(command: str) -> list[list[str]]:
+    """The calls of Python in a command: script or -m module, then its arguments."""
+    calls = [shlex.split(part) for part in re.split(r"\s*(?:;|&&)\s*", command)]
+    return [words[1:] for words in calls if words[0] in ("python", "python3")]
+
+
+COMMANDS = {r["command"] for _, r in RESULTS} | {v["command"] for v in KNOWN.values() if v.get("command")}
+SCRIPTS = sorted({" ".join(w[: 2 if w[0] == "-m" else 1]) for c in COMMANDS for w in parts_of(c)})
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_command_is_one_that_its_script_takes(script: str) -> None:
+    named = script.split()
+    done = subprocess.run([sys.executable, *named, "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    calls = [w for c in COMMANDS for w in parts_of(c) if w[: len(named)] == named]
+    options = {o for words in calls for o in words if o.startswith("--")}
+    assert {o for o in options if not re.search(rf"{o}(?![\w-])", done.stdout)} == set()
