@@ -104,6 +104,8 @@ def test_unclosed_reasoning_is_the_answer() -> None:
     assert answer.message() == {"role": "assistant", "content": "just this"}
     assert answer.done.reasoning_is_answer
     assert run("just this", "length").reasoning == "just this"
+    again = run("first</think> <think>and this")  # what was closed once is reasoning, and so is what is opened again
+    assert again.message() == {"role": "assistant", "content": "", "reasoning_content": "firstand this"}
 
 
 def test_tool_call_that_is_talk() -> None:
