@@ -4,69 +4,18 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import pytest
+from grammar_helpers import FORMAT, STOP, VOCAB, allows, can_stop, constraint, grammars, ids
 from protocol_helpers import TOOLS1, TOOLS1_RAW, ends, parser, special_names, tokenizer
-from tiny_checkpoint import TINY
 
-from glm53 import grammar, grammar_trial
-from glm53.chat import Message, Tool, parse_tools
+from glm53.chat import parse_tools
 from glm53.engine.protocol import Constraint, Token
 from glm53.errors import RequestError
-from glm53.grammar import Grammars
-from glm53.server.protocol.constraints import chat_constraint, text_constraint
+from glm53.server.protocol.constraints import text_constraint
 from glm53.server.protocol.events import Answer, collect
-from glm53.server.protocol.requests import ChatCall, RequestDefaults, parse_chat, parse_completion, parse_generate
-from glm53.server.protocol.tools import ToolChoice
-
-VOCAB = 2112  # more rows than the tokenizer has tokens, as in checkpoints
-STOP = tokenizer().special_ids(["<|endoftext|>", "<|user|>", "<|observation|>"])
-SCHEMA = {
-    "type": "object",
-    "properties": {"answer": {"type": "string"}, "n": {"type": "integer"}},
-    "required": ["answer"],
-}
-FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
-
-
-@cache
-def grammars() -> Grammars:
-    return Grammars(TINY, tokenizer())
-
-
-def constraint(thinking: bool = True, **body: Any) -> Constraint | None:
-    messages = body.pop("messages", [{"role": "user", "content": "x"}])
-    call = parse_chat({"messages": messages, **body}, RequestDefaults())
-    return chat_constraint(grammars(), call, thinking_open=thinking, stop_ids=STOP)
-
-
-def ids(*pieces: str) -> list[int]:
-    out: list[int] = []
-    for piece in pieces:
-        special = tokenizer().special_ids([piece])
-        out += special or tokenizer().encode(piece)
-    return out
-
-
-def allows(c: Constraint, sequence: Sequence[int]) -> bool:
-    """Feed the ids; False at the first that the mask forbids."""
-    for i in sequence:
-        mask = c.allowed(VOCAB)
-        if mask is not None:
-            assert mask.shape == (VOCAB,)
-            assert not mask[tokenizer().size :].any()
-            if not mask[i]:
-                return False
-        c.accept(i)
-    return True
-
-
-def can_stop(c: Constraint) -> set[int]:
-    mask = c.allowed(VOCAB)
-    return set(STOP) if mask is None else {i for i in STOP if mask[i]}
+from glm53.server.protocol.requests import RequestDefaults, parse_completion, parse_generate
 
 
 def walk(c: Constraint, seed: int, steps: int = 1500) -> tuple[list[int], Answer]:
@@ -346,97 +295,12 @@ def test_tools_of_the_case_file_compile() -> None:
     assert grammars().tool_calls(many, STOP) is not None
 
 
-TOO_COMPLEX = "(?:(?:a{100}){100}){100}"
-
-
-def test_a_grammar_that_can_never_answer_is_refused_before_it_reaches_the_engine() -> None:
-    with pytest.raises(RequestError, match="allows no answer") as refused:
-        grammars().regex(r"[^\s\S]", STOP)
-    assert (refused.value.param, refused.value.code) == ("regex", "unsupported_grammar")
-
-
-def test_a_huge_schema_is_refused_by_its_size() -> None:
-    assert grammars().json_schema({"enum": [f"choice {i}" for i in range(3000)]}, STOP)
-    with pytest.raises(RequestError, match="too big"):
-        grammars().json_schema({"enum": ["x" * i for i in range(3000)]}, STOP)
-
-
-def test_a_grammar_that_gives_up_ends_its_answer_and_never_raises() -> None:
-    c = grammars().regex(TOO_COMPLEX, STOP)
-    for _ in range(100):
-        mask = c.allowed(VOCAB)
-        assert mask is not None
-        if c.failure:
-            break
-        c.accept(int(mask.nonzero()[0][-1]))
-    assert isinstance(c.failure, RequestError)
-    assert "too complex" in str(c.failure)
-    mask = c.allowed(VOCAB)
-    assert mask is not None
-    assert set(mask.nonzero()[0].tolist()) == set(STOP)
-    c.accept(7)
-    c.accept(min(STOP))
-    assert c.allowed(VOCAB) is None
-
-
 def test_a_token_the_grammar_forbids_is_its_failure() -> None:
     c = constraint(thinking=False, response_format=FORMAT)
     assert c is not None
     assert c.failure is None
     c.accept(ids("Sure")[0])
     assert isinstance(c.failure, RequestError)
-
-
-def _patterns(count: int) -> list[dict[str, Any]]:
-    return [{"type": "string", "pattern": f"a{{{i},1000}}"} for i in range(count)]
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"allOf": _patterns(40)},  # would take minutes and gigabytes, in a thread that nothing can end
-        {"type": "object", "patternProperties": {f"^a{i}_.*$": {"type": "integer"} for i in range(1000)}},
-    ],
-)
-def test_patterns_that_take_for_ever_together_are_refused(schema: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="its patterns take more than 1 s or 1 GiB to compile together") as refused:
-        grammars().json_schema(schema, STOP)
-    assert refused.value.code == "unsupported_grammar"
-
-
-def test_many_patterns_that_do_not_meet_are_taken() -> None:
-    properties = {f"k{i}": schema for i, schema in enumerate(_patterns(30))}
-    assert allows(grammars().json_schema({"properties": properties, "required": ["k1"]}, STOP), ids('{"k1": "aa"'))
-    names = {"type": "object", "patternProperties": {"^x_": {"type": "integer"}}, "additionalProperties": False}
-    assert allows(grammars().json_schema(names, STOP), ids('{"x_1": 5}'))
-    assert not allows(grammars().json_schema(names, STOP), ids('{"y_1": 5}'))
-
-
-def test_only_grammars_with_many_patterns_are_tried_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
-    monkeypatch.setattr(grammar_trial, "_trial", lambda grammar: tried.append(grammar) or "tried")
-    grammars().json_schema({"allOf": _patterns(2)}, STOP)
-    grammars().json_schema({"enum": ["pattern", "format", "patternProperties"] * 9}, STOP)
-    assert not tried
-    with pytest.raises(RequestError, match="tried"):
-        grammars().json_schema({"allOf": _patterns(9)}, STOP)
-    assert len(tried) == 1
-
-
-def test_a_trial_that_cannot_be_made_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.executable", "/nonexistent/python")
-    with pytest.raises(RequestError, match=r"cannot be tried here \(No such file or directory\)"):
-        grammars().json_schema({"allOf": _patterns(9)}, STOP)
-
-
-def test_an_argument_with_too_many_patterns_leaves_the_others_typed() -> None:
-    parameters = {"properties": {"w": {"type": "array", "items": {"allOf": _patterns(40)}}, "n": {"type": "integer"}}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    c = constraint(False, tools=tools, tool_choice="required")
-    head = ids("<tool_call>", "f", "<arg_key>", "n", "</arg_key>", "<arg_value>")
-    assert c is not None
-    assert allows(c.copy(), [*head, *ids("5")])
-    assert not allows(c.copy(), [*head, *ids("x")])
 
 
 def test_copies_of_a_constraint_go_their_own_ways() -> None:
@@ -453,57 +317,3 @@ def test_copies_of_a_constraint_go_their_own_ways() -> None:
     first.accept(ids("x")[0])
     assert first.failure
     assert not second.failure
-
-
-def _forced(parameters: dict[str, Any]) -> Constraint:
-    call = ChatCall(
-        messages=(Message("user", "x"),),
-        tools=(Tool("f", {"name": "f"}, parameters),),
-        tool_choice=ToolChoice("required"),
-    )
-    c = chat_constraint(grammars(), call, thinking_open=False, stop_ids=STOP)
-    assert c is not None
-    return c
-
-
-def _takes(c: Constraint, key: str, value: str) -> bool:
-    return allows(c, [*ids("<tool_call>", "f", "<arg_key>", key, "</arg_key>", "<arg_value>"), *ids(value)])
-
-
-def test_definitions_that_every_argument_shares_do_not_grow_the_grammar_without_bound(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Their text stands in the rule of each argument that is not a string: 8 MB could become 100 GB."""
-    seen: list[int] = []
-    refusal = grammar.refusal
-    monkeypatch.setattr(grammar, "refusal", lambda text, ll: seen.append(len(text)) or refusal(text, ll))
-    parameters = {
-        "properties": {f"k{i}": {"$ref": "#/$defs/N"} for i in range(500)},
-        "$defs": {"N": {"type": "integer"}, "unused": {"description": "x" * 20_000}},
-    }
-    c = _forced(parameters)
-    assert max(seen) < 2 * grammar_trial.MOST_CHARS
-    assert _takes(c.copy(), "k1", "5")
-    assert not _takes(c.copy(), "k1", "x")
-    assert _takes(c.copy(), "k499", "x")
-
-
-def test_schemas_are_visited_a_limited_number_of_times() -> None:
-    looked: list[None] = []
-
-    class Counted(dict[str, Any]):
-        def get(self, *args: Any) -> Any:
-            looked.append(None)
-            return super().get(*args)
-
-    many = Counted(anyOf=[Counted(type="integer")] * 3000)
-    _forced({"properties": {f"k{i}": {"$ref": "#/$defs/N"} for i in range(300)}, "$defs": {"N": many}})
-    assert len(looked) < 20 * grammar.MOST_VISITS
-
-
-def test_what_is_too_big_is_not_turned_into_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "LLMatcher", None)
-    with pytest.raises(RequestError, match="too big"):
-        grammars().regex("a" * (grammar_trial.MOST_CHARS + 1), STOP)
-    with pytest.raises(RequestError, match="too big"):
-        grammars().json_schema({"description": "a" * grammar_trial.MOST_CHARS}, STOP)
