@@ -20,7 +20,6 @@ import importlib.metadata
 import itertools
 import json
 import math
-import os
 import platform
 import shlex
 import sys
@@ -31,6 +30,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from common import machine
 
 from glm53 import _core
 
@@ -337,7 +337,7 @@ def main(argv: list[str]) -> int:
         raw = references.get(name) or available[name]()
         line = {
             "what": f"expert cache on replayed routing, policy {name}",
-            "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "system": platform.platform()},
+            "machine": machine(),
             "versions": versions,
             "command": shlex.join(["python", "bench/trace_replay.py", *argv]),
             "settings": settings | ({"knobs": args.knob} if name == "ours" else {}),

@@ -114,6 +114,7 @@ def test_a_recorded_trace_gives_one_json_line_per_policy_whose_bars_follow_from_
     assert {"ours", "clock", "lru", "lfu", "fixed", "belady"} <= set(lines)
     for line in lines.values():
         assert set(line) == {"what", "machine", "versions", "command", "settings", "raw", "bars"}
+        assert line["machine"]["cpus"] and line["machine"]["cpu"] != "x86_64"
         raw, steps = line["raw"], line["settings"]["steps"] - line["settings"]["warmup"]
         assert raw["distinct"] == steps * 4 * 8
         assert line["bars"]["misses_per_layer"] == pytest.approx(raw["misses"] / (steps * 4), abs=1e-4)

@@ -55,7 +55,7 @@ def write_record(container: Container, versions: list[str], outcomes: dict[str, 
     record = {
         "what": f"boot test: the wheel pip-installed into a Debian ({SUITE}) that systemd-nspawn boots, CPU engine",
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": {"cpu": versions[-1].split("(")[-1].rstrip(")"), "cpus": os.cpu_count(), "gpu": None},
+        "machine": {"cpu": versions[-1].partition("(")[2].removesuffix(")"), "cpus": os.cpu_count(), "gpu": None},
         "versions": {
             "glm53": versions[0].split()[-1],
             "systemd": container.call("systemctl", "--version").splitlines()[0].removeprefix("systemd "),
