@@ -37,6 +37,7 @@ T = TypeVar("T")
 Phase = Literal["loading", "ready", "draining", "stopped", "failed"]
 INLINE_BYTES = 4096  # prompts up to this size are parsed and encoded on the event loop (about 1 ms)
 LARGE_BYTES = 1 << 18  # larger ones are prepared one after another: each step may keep the GIL for tens of ms
+BREATH_S = 0.05  # most time between two of them, for an engine's thread that wants the GIL many times a token
 WORKERS = 8  # threads that prepare requests and replies; tokenising lets go of the GIL
 COMPILERS = 4  # threads that compile grammars, which also let go of it; a client's may take seconds to be refused
 FREE_AFTER_S = 1.0  # time for a handler that has ended to be forgotten, with what it refers to
@@ -69,6 +70,7 @@ class ServerState:
         self.idle.set()
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="prepare")
         self._large = ThreadPoolExecutor(1, thread_name_prefix="large")
+        self._rested_s = 0.0  # when the thread for large work may work again (monotonic); its own
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="compile")
 
     def engine_or_503(self) -> Engine:
@@ -99,8 +101,20 @@ class ServerState:
 
     async def run_on_thread(self, work: Callable[[], T], size: int = 0) -> T:
         """`work()` on one of the threads that prepare requests and replies; a large one as `run_sized` says."""
-        threads = self._workers if size <= LARGE_BYTES else self._large
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
+        loop = asyncio.get_running_loop()
+        if size <= LARGE_BYTES:
+            return await loop.run_in_executor(self._workers, work)
+        return await loop.run_in_executor(self._large, self._after_a_breath, work)
+
+    def _after_a_breath(self, work: Callable[[], T]) -> T:
+        """`work()`, on the thread for large work, which rests for as long as it has worked."""
+        time.sleep(max(0.0, self._rested_s - time.monotonic()))
+        started = time.monotonic()
+        try:
+            return work()
+        finally:
+            ended = time.monotonic()
+            self._rested_s = ended + min(BREATH_S, ended - started)
 
     async def run_compiling(self, work: Callable[[], T]) -> T:
         """`work()`, which compiles a grammar, where it keeps only other grammars waiting: the beginning and the end of

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from glm53.server.admission import BodyLease, BodyRoom
 from glm53.server.errors import Unavailable
 from glm53.server.options import MIB
 from glm53.server.protocol import schema
-from glm53.server.state import COMPILERS, LARGE_BYTES, WORKERS
+from glm53.server.state import BREATH_S, COMPILERS, LARGE_BYTES, WORKERS
 
 CHAT = "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}
@@ -67,6 +69,23 @@ def test_large_requests_are_prepared_one_after_another(start: Start) -> None:
     for kind, size, count in (("large", LARGE_BYTES + 1, 20), ("small", LARGE_BYTES, 2)):
         asyncio.run_coroutine_threadsafe(all_of(kind, size, count), live.loop).result(60)
     assert most == {"large": 1, "small": 2}
+
+
+def test_large_work_leaves_time_between_its_pieces(start: Start) -> None:
+    """An engine's thread takes the interpreter lock many times a token: it must not wait for all of them in a row."""
+    live, spans = start(), list[tuple[float, float]]()
+
+    def work() -> None:
+        started = time.monotonic()
+        time.sleep(BREATH_S / 2)
+        spans.append((started, time.monotonic()))
+
+    async def all_of() -> None:
+        await asyncio.gather(*(live.server.state.run_sized(LARGE_BYTES + 1, work) for _ in range(3)))
+
+    asyncio.run_coroutine_threadsafe(all_of(), live.loop).result(60)
+    for (started, ended), (following, _) in itertools.pairwise(spans):
+        assert following - ended > 0.9 * min(BREATH_S, ended - started)
 
 
 def test_grammars_that_take_long_to_compile_keep_only_grammars_waiting(
