@@ -3,6 +3,7 @@ device."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import sys
 from pathlib import Path
@@ -15,9 +16,12 @@ from tiny_checkpoint import TINY
 
 from glm53 import _core
 from glm53.config import Settings
-from glm53.engine.exllama import lane
+from glm53.engine.exllama import ExllamaEngine, lane
+from glm53.engine.protocol import GenerationRequest, SamplingParams
 
 FAKES = Path(__file__).parent / "fakes"
+PROMPTS = ([5], [7, 8, 9, 10, 11, 12, 13], list(range(30, 230)))
+GREEDY = SamplingParams(temperature=0.0)
 
 
 class FakeCuda:
@@ -94,3 +98,22 @@ async def collect(stream: Any) -> tuple[list[int], Any]:
         ids += [t.id for t in delta.tokens]
         finish = delta.finish
     return ids, finish
+
+
+def stock_answer(prompt: list[int], steps: int) -> list[int]:
+    """Tokens of the unpatched stand-in."""
+    import exllamav3
+
+    config = exllamav3.Config.from_directory(str(TINY))
+    model = exllamav3.Model.from_config(config)
+    model.load()
+    ids = list(prompt)
+    for _ in range(steps):
+        ids.append(int(model.forward(torch.tensor([ids[-1:]]))[0, -1].float().argmax()))
+    return ids[len(prompt) :]
+
+
+async def answers(engine: ExllamaEngine, prompts: Any, steps: int, **extra: Any) -> list[tuple[list[int], Any]]:
+    """Token ids and end of greedy answers to `prompts`, all at once."""
+    requests = [GenerationRequest(str(i), p, steps, sampling=GREEDY, **extra) for i, p in enumerate(prompts)]
+    return list(await asyncio.gather(*(collect(engine.submit(r)) for r in requests)))
