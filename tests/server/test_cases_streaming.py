@@ -311,6 +311,20 @@ def test_stop_strings_end_the_engine_stream(start: Start, tokenizer: Tokenizer) 
     live.until(lambda st: st["running"] == 0)
 
 
+def test_an_answer_that_met_its_stop_string_leaves_the_engine_while_others_of_its_request_go_on(start: Start) -> None:
+    early = {"pieces": ["</think>", "STOP", *["more "] * 50], "end": "user", "rate": 100}
+    live = start([early, {"pieces": ["</think>", *["x"] * 20], "end": "user", "rate": 100}], max_streams=2)
+    go = live.hold(after=10)  # both are in the engine until they are told to go on, but for a reason of their own
+    replies: list[Any] = []
+    asking = threading.Thread(target=lambda: replies.append(live.chat(n=2, stop=["STOP"])))
+    asking.start()
+    live.until(lambda st: st["engine"]["cancelled"] == 1)
+    assert live.stats()["running"] == 1
+    go.set()
+    asking.join(60)
+    assert [c["message"]["content"] for c in replies[0].json["choices"]] == ["", "x" * 20]
+
+
 def test_a_burst_from_the_engine_becomes_few_events(start: Start) -> None:
     live = start({"pieces": ["</think>", *["x"] * 5000], "end": "user"})
     out = live.chat_stream(max_tokens=100000)
