@@ -163,6 +163,10 @@ def test_item_store() -> None:
     store.put({"id": f"a{n}", "text": "x" * 50} for n in range(9))
     assert store.get("a8") == {"id": "a8", "text": "x" * 50}
     assert [n for n in range(9) if store.get(f"a{n}")] == [7, 8]
+    for text in ("x" * 50, "y" * 50, "z" * 50):  # what comes again takes the place that it had
+        store.put([{"id": "a8", "text": text}])
+    assert store.get("a7")
+    assert store.get("a8") == {"id": "a8", "text": "z" * 50}
     store.put([{"id": "b", "text": "x" * 500}])
     assert store.get("b") is store.get("none") is store.get(3) is None
     assert store.get("a8")
