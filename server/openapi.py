@@ -52,6 +52,7 @@ DRAW: Schema = {
     "frequency_penalty": _number(-2, 2),
     "repetition_penalty": _number(0.01, 100),
     "seed": _integer(),
+    "sampling_seed": _integer(),
     "logit_bias": _maybe({"type": "object", "additionalProperties": {"type": "number"}}),
     "stop_token_ids": _maybe(IDS),
     "ignore_eos": FLAG,

@@ -28,7 +28,7 @@ from .sampling import (
     parse_sampling,
     parse_stop,
     parse_stop_ids,
-    refuse_other_constraints,
+    refuse_other_servers,
 )
 from .thinking import Thinking, parse_thinking
 from .tools import ToolChoice, choose_tools
@@ -125,7 +125,7 @@ def parse_chat(body: Mapping[str, Any], defaults: RequestDefaults) -> ChatCall:
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if f.get(old) not in (None, [], "none", "auto"):
             refuse(old, f"'{old}' is not supported; use '{new}'.", "unsupported_parameter")
-    refuse_other_constraints(f, "'response_format'")
+    refuse_other_servers(f, "'response_format'")
     modalities = f.raw.get("modalities")
     if isinstance(modalities, list) and any(m != "text" for m in modalities):
         refuse("modalities", "Invalid 'modalities': this model writes text only.", "unsupported_parameter")
@@ -214,7 +214,7 @@ def parse_completion(body: Mapping[str, Any], defaults: RequestDefaults) -> Comp
         missing("prompt")
     if f.get("suffix"):
         refuse("suffix", "'suffix' is not supported by this model.", "unsupported_parameter")
-    refuse_other_constraints(f, "'response_format'")
+    refuse_other_servers(f, "'response_format'")
     prompts, _ = _prompts(f.get("prompt"), "prompt", defaults.vocab_size)
     stream, include_usage = _stream(f)
     given = f.given("max_tokens", "max_completion_tokens")
@@ -245,6 +245,7 @@ def parse_generate(body: Mapping[str, Any], defaults: RequestDefaults) -> Genera
     if key == "input_ids" and isinstance(raw, str):
         wrong_type("input_ids", "an array of integers", raw)
     prompts, batch = _prompts(raw, key, defaults.vocab_size)
+    refuse_other_servers(f, "'sampling_params.json_schema'")
     sampling = f.fields("sampling_params")
     given = sampling.given("max_new_tokens", "max_tokens")
     wanted = f.boolean("return_logprob")
@@ -273,7 +274,7 @@ def parse_generate(body: Mapping[str, Any], defaults: RequestDefaults) -> Genera
 
 
 def _generate_format(f: Fields) -> ResponseFormat | None:
-    refuse_other_constraints(f, "'json_schema' or 'regex'", known=("json_schema", "regex"))
+    refuse_other_servers(f, "'json_schema' or 'regex'", known=("json_schema", "regex"))
     schema = f.get("json_schema")
     if isinstance(schema, str):
         data = schema.encode("utf-8", "replace")

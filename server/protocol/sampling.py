@@ -21,8 +21,18 @@ OTHER_CONSTRAINTS = (
     "ebnf", "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema", "regex",
     "structural_tag", "structured_outputs",
 )  # fmt: skip
-"""What vLLM, SGLang and llama.cpp call a format of the answer. Other unknown fields are ignored, but an answer whose
-form was asked for must not come in any form."""
+"""What vLLM, SGLang and llama.cpp call a format of the answer."""
+
+OTHER_INPUTS = ("audio_data", "image_data", "input_embeds", "prompt_embeds", "video_data")
+"""Prompts, or parts of them, that are no text."""
+
+OTHER_WISHES = (
+    "bad_words", "include_stop_str_in_output", "logits_processors", "lora_path", "min_new_tokens", "min_tokens",
+    "no_stop_trim", "prompt_logprobs", "return_hidden_states", "stop_regex", "token_ids_logprob",
+    "truncate_prompt_tokens", "use_beam_search",
+)  # fmt: skip
+"""What else changes the answer there. Other unknown fields are ignored, but nobody shall take an answer for the one
+that was asked for if it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +46,7 @@ class ResponseFormat:
 def parse_sampling(f: Fields, defaults: SamplingParams, vocab_size: int | None) -> SamplingParams:
     """SamplingParams of a request; `defaults` for what it leaves out. Token ids must be below `vocab_size`."""
     top_k = f.integer("top_k", -1, 1_000_000)
-    seed = f.integer("seed")
+    seed = f.integer(f.given("seed", "sampling_seed") or "seed")  # SGLang's name
     return SamplingParams(
         temperature=f.number("temperature", defaults.temperature, 0, 100),
         top_p=max(f.number("top_p", defaults.top_p, 0, 1), MIN_TOP_P),
@@ -114,11 +124,21 @@ def parse_n(f: Fields) -> int:
     return n
 
 
-def refuse_other_constraints(f: Fields, instead: str, known: tuple[str, ...] = ()) -> None:
-    """Raise RequestError for a format of the answer in words not `known` to this endpoint, which takes `instead`."""
+def refuse_other_servers(f: Fields, instead: str, known: tuple[str, ...] = ()) -> None:
+    """Raise RequestError for what other servers know and this one would leave out, and for a format of the answer in
+    words not `known` to this endpoint, which takes `instead`. Fields that say no (false, 0, empty) are left out."""
     for name in OTHER_CONSTRAINTS:
         if f.raw.get(name) and name not in known:
             refuse(f.name(name), f"'{f.name(name)}' is not supported; use {instead}.", "unsupported_parameter")
+    for name in OTHER_INPUTS:
+        if f.raw.get(name):
+            refuse(
+                f.name(name), f"'{f.name(name)}' is not supported: this model reads text only.", "unsupported_content"
+            )
+    least = ("min_new_tokens", "min_tokens") if f.boolean("ignore_eos") else ()  # which keeps answers from ending early
+    for name in OTHER_WISHES:
+        if f.raw.get(name) and name not in least:
+            refuse(f.name(name), f"'{f.name(name)}' is not supported; leave it out.", "unsupported_parameter")
 
 
 def parse_response_format(f: Fields, key: str = "response_format") -> ResponseFormat | None:

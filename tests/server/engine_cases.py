@@ -68,11 +68,12 @@ def test_greedy_repeats(live: LiveServer, greedy: list[int]) -> None:
     assert ids(live) == greedy
 
 
-@pytest.mark.effect("temperature", "seed")
+@pytest.mark.effect("temperature", "seed", "sampling_seed")
 def test_temperature_and_seed(live: LiveServer, greedy: list[int]) -> None:
     hot = {"temperature": 2.0, "top_p": 1.0}
     first = ids(live, **hot, seed=1)
     assert ids(live, **hot, seed=1) == first
+    assert ids(live, **hot, sampling_seed=1) == first
     assert ids(live, **hot, seed=2) != first
     assert first != greedy
     assert ids(live, temperature=1e-300, seed=3) == greedy

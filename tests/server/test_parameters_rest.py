@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 from conftest import LiveServer, Start, user
+from request_helpers import DEFAULTS
+
+from glm53.server.protocol.requests import parse_generate
+from glm53.server.protocol.sampling import OTHER_INPUTS, OTHER_WISHES
 
 COMPLETIONS, GENERATE, MESSAGES, RESPONSES = "/v1/completions", "/generate", "/v1/messages", "/v1/responses"
 PLAIN = {"pieces": ["one ", "two ", "three"], "end": "user"}
@@ -57,6 +61,42 @@ def test_a_format_in_other_servers_words_is_refused_not_ignored(start: Start, pa
         assert live.post(path, {**body, name: None}).status == 200
     reply = live.post(GENERATE, {"text": "x", "sampling_params": {"ebnf": 'root ::= "a"'}})
     assert (reply.status, reply.error["param"]) == (400, "sampling_params.ebnf")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", COMPLETIONS, GENERATE])
+def test_what_other_servers_know_and_would_be_left_out_is_refused(start: Start, path: str) -> None:
+    live = start(PLAIN)
+    body = {COMPLETIONS: {"prompt": "x"}, GENERATE: {"text": "x"}}.get(path, {"messages": user("x")})
+    for name in OTHER_INPUTS:
+        reply = live.post(path, {**body, name: ["data:image/png;base64,AAAA"]})
+        assert (reply.status, reply.error["param"], reply.error["code"]) == (400, name, "unsupported_content")
+        assert "AAAA" not in reply.error["message"]
+    for name in OTHER_WISHES:
+        reply = live.post(path, {**body, name: 1})
+        assert (reply.status, reply.error["param"], reply.error["code"]) == (400, name, "unsupported_parameter")
+    for no in (None, False, 0, [], ""):
+        assert live.post(path, {**body, **dict.fromkeys((*OTHER_INPUTS, *OTHER_WISHES), no)}).status == 200
+    reply = live.post(GENERATE, {"text": "x", "sampling_params": {"min_new_tokens": 5}})
+    assert (reply.status, reply.error["param"]) == (400, "sampling_params.min_new_tokens")
+
+
+def test_a_least_length_is_kept_where_nothing_can_end_the_answer_early(start: Start) -> None:
+    live = start({"pieces": ["</think>", *["a "] * 9], "end": "length"})
+    long = {"min_tokens": 5, "max_tokens": 5, "ignore_eos": True}
+    assert live.post(COMPLETIONS, {"prompt": "x", **long}).json["usage"]["completion_tokens"] == 5
+    assert live.chat(**long).json["usage"]["completion_tokens"] == 5
+    generate = {"min_new_tokens": 5, "max_new_tokens": 5, "ignore_eos": True}
+    reply = live.post(GENERATE, {"text": "x", "sampling_params": generate})
+    assert reply.json["meta_info"]["completion_tokens"] == 5
+
+
+def test_sglangs_name_of_the_seed() -> None:
+    def seed(**sampling: Any) -> int | None:
+        return parse_generate({"text": "x", "sampling_params": sampling}, DEFAULTS).decoding.sampling.seed
+
+    assert seed(sampling_seed=7) == 7
+    assert seed(seed=3, sampling_seed=7) == 3
+    assert seed() is None
 
 
 def test_other_outputs_than_text_are_refused(start: Start) -> None:
