@@ -78,6 +78,15 @@ def test_wrong_codebooks(weights: Path) -> None:
     refuse(weights.parent, EXPERT, "codebook 3inst")
 
 
+def test_half_rates_exist_with_one_codebook_only(weights: Path) -> None:
+    def change(tensors: Any) -> None:
+        tensors[f"{EXPERT}.trellis"] = ("I16", [16, 8, 40], bytes(2 * 16 * 8 * 40))
+        tensors.pop(f"{EXPERT}.mul1")
+
+    edit(weights, change)
+    refuse(weights.parent, f"{EXPERT}.trellis", "2.5 bits per weight exists with codebook mul1 only, found 3inst")
+
+
 def test_mcg_experts_are_refused_unless_the_caller_decodes_them() -> None:
     path = checkpoint_dir(esb=1.0, cb="mcg")
     refuse(path, "codebook mcg", "experts")
