@@ -34,6 +34,7 @@ from urllib.parse import urlsplit
 
 AGREEMENT = 0.02
 FALLBACK_VOCAB = 32000
+PROGRESS_S = 10.0
 QUESTIONS = (
     "Explain in a few paragraphs how a lighthouse lens works.",
     "Describe the water cycle to a child, step by step.",
@@ -255,6 +256,7 @@ class Answer:
     """What one stream brought; times are perf_counter seconds."""
 
     tokens: int = 0
+    events: int = 0
     first: float = 0.0
     last: float = 0.0
     finish: str = ""
@@ -262,17 +264,16 @@ class Answer:
 
 def take(client: Client, question: str, args: argparse.Namespace, out: Answer) -> None:
     path, body = answer_body(client, question, args)
-    chunks = 0
     for event in client.events(path, body):
         now = time.perf_counter()
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
             if choice.get("text") or any(delta.get(k) for k in ("content", "reasoning_content", "tool_calls")):
-                out.first, out.last, chunks = out.first or now, now, chunks + 1
+                out.first, out.last, out.events = out.first or now, now, out.events + 1
             out.finish = choice.get("finish_reason") or out.finish
         if event.get("usage"):
             out.tokens = event["usage"].get("completion_tokens") or 0
-    out.tokens = out.tokens or chunks
+    out.tokens = out.tokens or out.events
     if not out.tokens or not out.first:
         raise Failure(f"{path}: an answer had no tokens")
 
@@ -293,7 +294,8 @@ def decode(client: Client, streams: int, questions: Iterator[str], args: argpars
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        while thread.join(PROGRESS_S) or thread.is_alive():
+            say(f"decode x{streams}: {sum(a.events for a in answers)} events so far")
     if failures:
         raise failures[0]
     wall = max(a.last for a in answers) - started

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.server
+import importlib
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 from test_bench_clients import bare
+from test_process import BENCH
 
 PANEL = {
     "prompts": [{"name": "one", "ids": [1, 2], "start": 0, "top": [[[3, -0.1], [4, -3.0]]]}],
@@ -72,6 +75,7 @@ class Faulty(http.server.BaseHTTPRequestHandler):
         for i in range(1 if prompt else 90):
             if i == 70 and self.fault == "cut":
                 return
+            time.sleep(0.3 if i == 70 and self.fault == "slow" else 0)
             broken = i == 70 and self.fault in ("text", "list")
             event: Any = {"choices": [{"delta": {"content": "word "}, "text": "word "}]}
             data = json.dumps([event]) if self.fault == "list" and broken else json.dumps(event)
@@ -198,3 +202,14 @@ def test_an_event_before_the_first_token_is_not_its_time(faulty: Start, tmp_path
     assert done.returncode == 0, done.stderr
     (run,) = json.loads(out.read_text())["raw"]["prefill"][0]["runs"]
     assert run["first_token_s"] >= 0.3
+
+
+@pytest.mark.parametrize("client", ["stream_rate", "sweep"])
+def test_long_answers_show_that_they_go_on(
+    client: str, faulty: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    module = importlib.import_module(client)
+    monkeypatch.setattr(module, "PROGRESS_S", 0.05)
+    assert module.main(["--url", faulty("slow"), *CLIENTS[client]]) in (0, 1)
+    assert re.search(r"\b70 events", capsys.readouterr().err)
