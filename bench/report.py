@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from report_draw import draw, text
-from report_markdown import Results, as_bar, machine_of, markdown, titles_of, unmeasured, versions_of, wanted
+from report_markdown import Results, as_bar, in_order, machine_of, markdown, titles_of, unmeasured, versions_of, wanted
 from report_plots import BadResult, Plot, figure, plots_of
 
 HERE = Path(__file__).resolve().parent
@@ -151,13 +151,6 @@ def contents(results: Results, titles: dict[str, str]) -> str:
         count = f'<span class="{style}">{sum(limits)} of {len(limits)} limits met</span>' if limits else ""
         rows.append(f'<li><a href="#{text(name)}">{text(titles[name])}</a> <small>{text(name)}</small> {count}</li>')
     return f"<ul>{''.join(rows)}</ul>"
-
-
-def in_order(results: Results) -> Results:
-    """The results of a GPU first, of these the latest day's, and of these the ones with limits."""
-    limited = sorted(results, key=lambda r: not any("want" in as_bar(b) for b in (r[1].get("bars") or {}).values()))
-    latest = sorted(limited, key=lambda r: r[0][:10], reverse=True)
-    return sorted(latest, key=lambda r: not (isinstance(r[1]["machine"], dict) and r[1]["machine"].get("gpu")))
 
 
 def page(results: Results, known: dict[str, Any]) -> str:

@@ -44,6 +44,7 @@ def markdown(results: Results, known: dict[str, Any], given: Sequence[dict[str, 
     parts = [HEAD, f"{sum(b['ok'] for b in limits)} of {len(limits)} recorded bars are met.\n"]
     parts.append("## Not met\n\n" + (not_met(bars, known) or "Nothing that was measured.\n"))
     parts.append("## Not measured yet\n\n" + (not_measured(unmeasured(results, known)) or "Nothing that is wanted.\n"))
+    results = in_order(results)
     titles = titles_of(results)
     parts += [section(name, title, r, known) for (name, r), title in zip(results, titles, strict=True)]
     rows = [[g["figure"], g["is"], f"`{g['source']}`"] for g in given]
@@ -73,6 +74,13 @@ def unmeasured(results: Results, known: dict[str, Any]) -> dict[str, Any]:
     """Bars that are wanted and in no result."""
     recorded = {k for _, r in results for k in r.get("bars") or {}}
     return {k: v for k, v in known.items() if v.get("wanted") and k not in recorded}
+
+
+def in_order(results: Results) -> Results:
+    """The results of a GPU first, of these the latest day's, and of these the ones with limits."""
+    limited = sorted(results, key=lambda r: not any("want" in as_bar(b) for b in (r[1].get("bars") or {}).values()))
+    latest = sorted(limited, key=lambda r: r[0][:10], reverse=True)
+    return sorted(latest, key=lambda r: not (isinstance(r[1]["machine"], dict) and r[1]["machine"].get("gpu")))
 
 
 def titles_of(results: Results) -> list[str]:

@@ -53,6 +53,12 @@ def test_the_page_says_what_is_not_met_and_what_is_not_measured() -> None:
         assert f"| {name} |" in head.split("## Not measured yet")[1]
 
 
+def test_the_page_begins_with_what_was_measured_on_a_gpu() -> None:
+    headings = [line[3:] for line in PAGE.read_text().splitlines() if line.startswith("## ")]
+    assert headings[2].startswith("Exact mode against stock")
+    assert headings[3].startswith("Fast mode against exact mode")
+
+
 def test_every_recorded_bar_is_explained() -> None:
     """In bench/bars.json, or by the result itself."""
     assert {k for k, b in BARS.items() if "says" not in KNOWN.get(k, b)} == set()
