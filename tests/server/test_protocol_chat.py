@@ -250,6 +250,15 @@ def test_b05_prefill_that_closes_its_reasoning_goes_on_in_the_content(rest: str)
         assert not opens_thinking(segments)
 
 
+def test_only_the_last_turns_reasoning_counts_and_only_its_own_tokens() -> None:
+    """Another template need not put any tag into the answer's turn."""
+    open_before = [special("<|assistant|>"), special("<think>"), plain("x"), special("<|user|>"), plain("y")]
+    assert not opens_thinking([*open_before, special("<|assistant|>")])
+    assert not opens_thinking([*open_before, special("<|assistant|>"), plain("<think>")])
+    assert opens_thinking([*open_before, special("<|assistant|>"), special("<think>"), plain("</think>")])
+    assert not opens_thinking([])
+
+
 def test_b52_developer() -> None:
     got = prompt([{"role": "developer", "content": "Be brief"}, user("x")])
     assert got == P + "<|system|>Be brief<|user|>x<|assistant|><think>"
