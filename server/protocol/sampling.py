@@ -135,7 +135,7 @@ def refuse_other_servers(f: Fields, instead: str, known: tuple[str, ...] = ()) -
             refuse(
                 f.name(name), f"'{f.name(name)}' is not supported: this model reads text only.", "unsupported_content"
             )
-    least = ("min_new_tokens", "min_tokens") if f.boolean("ignore_eos") else ()  # which keeps answers from ending early
+    least = ("min_new_tokens", "min_tokens") if f.raw.get("ignore_eos") is True else ()  # it keeps answers from ending
     for name in OTHER_WISHES:
         if f.raw.get(name) and name not in least:
             refuse(f.name(name), f"'{f.name(name)}' is not supported; leave it out.", "unsupported_parameter")
