@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,24 @@ def test_every_lending_is_taken_back_at_the_first_chance(loaded: Any) -> None:
         assert loaded.passes.settled
         assert loaded.runtime.stats(0)["lent_slots"] == 0
     assert loaded.runtime.verify(0) == []
+
+
+def test_no_more_is_lent_in_all_than_the_elastic_limit(loaded: Any) -> None:
+    few = 8 * loaded.runtime.slot_bytes  # the last segment
+    loaded.passes._settings = dataclasses.replace(loaded.passes._settings, elastic_bytes=few)
+    assert lend(loaded) == 8
+    assert lend(loaded) == 8
+    assert loaded.passes.counts["lendings"] == 1
+
+
+def test_what_a_pass_needs_is_what_one_took_and_a_tenth_once_one_was_large_enough(loaded: Any) -> None:
+    loaded.passes._per_token = 1000.0
+    fixed = 256 << 20
+    assert loaded.passes._need(600) == 600 * 1100 + fixed
+    hidden, top_k = loaded.passes._hidden, loaded.passes._top_k
+    assert loaded.passes._need(500) == passes.activation_bytes(500, hidden, top_k)
+    loaded.passes._per_token = 0.0
+    assert loaded.passes._need(600) == passes.activation_bytes(600, hidden, top_k)
 
 
 def test_slots_whose_memory_is_not_to_be_had_stay_lent_and_are_tried_again(
