@@ -15,6 +15,7 @@ from glm53.cli.lanes import cpu_kernel, disk, dram
 from glm53.config import load_settings
 from glm53.host import GIB, Gpu, Host
 from glm53.requirements import Check, requirements
+from glm53.sizing import worker_threads
 
 GOOD_GPU = Gpu(0, "NVIDIA GeForce RTX 3090", 24 * GIB - 300 * 2**20, (8, 6), "0000:41:00.0")
 
@@ -171,8 +172,10 @@ def test_tightest_cgroup_limit_counts(tmp_path: Path) -> None:
     assert host.cgroup_limit_bytes() == 90 * GIB
 
 
-def test_workers_are_one_per_core_with_two_left_free(tmp_path: Path) -> None:
-    assert Fake(tmp_path).build().worker_cpus() == list(range(2, 24))
+@pytest.mark.parametrize(("cores", "first"), [(24, 2), (5, 2), (4, 1), (3, 1), (2, 1), (1, 0)])
+def test_workers_are_one_per_core_with_two_left_free_or_fewer_of_a_few(tmp_path: Path, cores: int, first: int) -> None:
+    assert Fake(tmp_path, cores=cores).build().worker_cpus() == list(range(first, cores))
+    assert worker_threads(cores) == cores - first, "what `glm53 plan` reckons with"
 
 
 def test_lanes_give_rates_on_this_machine(tmp_path: Path) -> None:

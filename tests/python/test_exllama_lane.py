@@ -112,6 +112,20 @@ def test_tables_give_what_the_checkpoint_gives(memory: ExpertMemory) -> None:
     assert memory.scales.nbytes == len(memory.tables) * 16 * 2 * (3 * HIDDEN + 3 * 128)
 
 
+def test_timed_jobs_go_round_all_experts_of_all_layers_so_that_no_cache_holds_them(memory: ExpertMemory) -> None:
+    arena = _core.HostArena(_core.lane_block_bytes(HIDDEN), "lane")
+    timer, seen = LaneTimer(SimpleNamespace(), arena, memory.tables, 4), []
+
+    def publish(layer: int, x: Any, picks: Any, weights: Any) -> None:
+        seen.extend((layer, int(expert)) for expert in picks[0])
+
+    timer._publisher = SimpleNamespace(publish=publish, wait=lambda: "ok")
+    everything = [(layer, e) for layer in range(len(memory.tables)) for e in range(memory.tables[0].experts)]
+    for _ in range(len(everything) // 4):
+        timer.job_ns(4, 1)
+    assert sorted(seen) == everything
+
+
 def test_a_lane_is_measured_with_jobs_of_every_size(memory: ExpertMemory) -> None:
     arena = _core.HostArena(_core.lane_block_bytes(HIDDEN), "lane")
     timed = _core.CpuLane(memory.tables, arena, 1)

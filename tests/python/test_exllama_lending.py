@@ -178,4 +178,7 @@ def test_a_smaller_kv_cache_leaves_more_slots_and_less_vram_fails_clearly(engine
         engines(ec_reserve_gb=0.0002)
     assert slot_count(1000, reserve=100, slot_bytes=100, entries=50, top_k=4, limit=None) == 9
     assert slot_count(1000, reserve=100, slot_bytes=100, entries=50, top_k=4, limit=5) == 5
+    assert slot_count(500, reserve=100, slot_bytes=100, entries=50, top_k=4, limit=None) == 4
+    with pytest.raises(DeviceError, match="one layer's 4 picks"):
+        slot_count(499, reserve=100, slot_bytes=100, entries=50, top_k=4, limit=None)
     assert slot_count(10**6, reserve=100, slot_bytes=100, entries=50, top_k=4, limit=None) == 50
