@@ -113,6 +113,19 @@ def test_progress_is_plain_lines_where_a_line_cannot_be_redrawn(
     assert "reading" in out.getvalue()
 
 
+def test_a_pipe_gets_a_line_for_each_stage_at_once_and_one_a_tenth_at_most() -> None:
+    out = io.StringIO()
+    progress = Progress(out)
+    for stage in ("reading", "loading"):
+        for hundredth in range(60):
+            progress.update(stage, hundredth / 100)
+    progress.update("loading", 1.0)
+    lines = out.getvalue().splitlines()
+    assert [lines[0], lines[-1]] == ["reading 0 %", "loading 100 %"]
+    assert "loading 0 %" in lines
+    assert len(lines) <= 13, "one a tenth of a stage"
+
+
 def test_help_of_serve_says_what_it_does_and_gives_defaults(run: Callable[..., RESULT]) -> None:
     text = " ".join(run("serve", "--help").stdout.split())
     assert "load the model and answer over HTTP options:" in text

@@ -1,4 +1,4 @@
-"""PrefixCache by itself: what is found, what goes first, and that entries stay as they were stored."""
+"""PrefixCache and the states in it: what is found, what goes first, and that entries stay as they were stored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cpu_engine_helpers import golden_dir
 
 from glm53.checkpoint import ModelConfig
 from glm53.engine.cpu.prefix import PrefixCache
-from glm53.engine.cpu.state import KdaState, StreamState
+from glm53.engine.cpu.state import KdaState, MlaState, StreamState
 
 
 @functools.cache
@@ -71,6 +71,22 @@ def test_an_entry_does_not_change_with_the_stream_nor_with_who_resumes_it() -> N
         assert resumed is not None
         assert (resumed.length, float(kda(resumed).recurrent.max())) == (2, 0.5)
         kda(resumed).recurrent.fill_(9.0)
+
+
+def test_a_buffer_that_grows_keeps_its_rows_and_leaves_the_old_one_as_it_was() -> None:
+    state = MlaState(config(), 8)
+    state.pools_done = 1
+    for name in ("latent", "keys", "pools"):
+        getattr(state, name).fill_(3.0)
+    before = state.latent
+    state.reserve(8, used=8)
+    assert state.latent is before
+    state.reserve(9, used=8)
+    assert state.latent.shape[0] == 16
+    assert bool((state.latent[:8] == 3.0).all()) and bool((state.keys[:8] == 3.0).all())
+    assert bool((state.pools[:1] == 3.0).all())
+    state.latent.fill_(9.0)
+    assert bool((before == 3.0).all())
 
 
 def test_a_budget_of_nothing_keeps_nothing() -> None:

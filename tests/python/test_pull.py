@@ -14,6 +14,10 @@ from typing import Any
 
 import pytest
 
+from glm53.download import RemoteFile, check_space
+from glm53.errors import ResourceError
+from glm53.host import Host
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "someone/model"
 
@@ -198,6 +202,13 @@ def test_disk_space_is_checked_first(hub: Hub, tmp_path: Path) -> None:
     assert "not enough disk space" in done.stderr.splitlines()[-1]
     assert "931322" in done.stderr
     assert fetched(hub) == []
+
+
+def test_a_full_disk_is_no_matter_where_nothing_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Host, "disk_free_bytes", lambda self, path: 0)
+    check_space(tmp_path, [])
+    with pytest.raises(ResourceError, match="not enough disk space"):
+        check_space(tmp_path, [RemoteFile("a", 1, None)])
 
 
 @pytest.mark.parametrize(
